@@ -1,0 +1,20 @@
+"""Every environment variable that xstage reads, in one table."""
+
+from __future__ import annotations
+
+import os
+
+VARIABLES: dict[str, str] = {
+    "XSTAGE_LIB_DIR": "folder of the compiled libraries, when they were built elsewhere",
+    "XSTAGE_CUTLASS": "CUTLASS checkout or include folder, instead of the nvidia-cutlass package (build)",
+    "XSTAGE_IMPL": "force `native` or `fallback` for the user-level functions",
+    "XSTAGE_TIMEOUT_MS": "deadline of device waits in milliseconds; 0 waits for ever",
+    "XSTAGE_PROFILE": "machine profile (JSON) to use instead of the bundled one",
+}
+
+
+def get(name: str) -> str | None:
+    """Value of a variable of the table; None when unset or empty."""
+    if name not in VARIABLES:
+        raise KeyError(f"{name} is not in xstage_ext._env.VARIABLES")
+    return os.environ.get(name) or None

@@ -1,0 +1,27 @@
+"""Every exception that xstage raises on its own account."""
+
+from __future__ import annotations
+
+
+class XStageError(RuntimeError):
+    """Base of all errors below."""
+
+
+class BinaryError(XStageError):
+    """The compiled libraries are missing or do not fit this Python package."""
+
+
+class PlanError(XStageError):
+    """No plan is feasible, or a plan given by hand is not; says the nearest feasible value."""
+
+
+class WorkspaceError(XStageError):
+    """A workspace is closed, too small, out of slots, or its ranks disagree."""
+
+
+class PeerTimeout(XStageError):
+    """A rank waited for another longer than the deadline."""
+
+
+class PeerError(XStageError):
+    """Another rank refused the same call."""
