@@ -15,6 +15,10 @@ class PlanError(XStageError):
     """No plan is feasible, or a plan given by hand is not; says the nearest feasible value."""
 
 
+class ProfileError(XStageError):
+    """A machine profile is missing, malformed, of another version, or describes another GPU."""
+
+
 class WorkspaceError(XStageError):
     """A workspace is closed, too small, out of slots, or its ranks disagree."""
 

@@ -1,0 +1,434 @@
+"""Machine profiles: what the Burst-Gap law needs to know about one GPU type and its links.
+
+A profile is a JSON file (`xstage_ext/profiles/`). `xstage calibrate` writes one; the planner, the
+simulator and `xstage validate` read it. Times are microseconds, rates GB/s (1e9 bytes per second),
+volumes bytes. Bytes are those that cross NVLink: what a rank sends to itself is not counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import pathlib
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from . import _env
+from .errors import ProfileError
+
+SCHEMA = 1
+"""Version of the JSON layout. Readers refuse another one."""
+
+Provenance = Literal["provisional", "measured", "default"]
+FloatLike = npt.ArrayLike
+FloatArray = npt.NDArray[np.float64]
+
+_PROFILES = pathlib.Path(__file__).parent / "profiles"
+
+
+def _floats(values: FloatLike) -> FloatArray:
+    return np.asarray(values, dtype=np.float64)
+
+
+def _interpolate(x: FloatArray, nodes: tuple[float, ...], values: FloatArray) -> FloatArray:
+    """Linear between nodes, constant below the first, last slope (>= 0) above the last."""
+    inside: FloatArray = np.interp(x, nodes, values)
+    if len(nodes) < 2:
+        return inside
+    slope = max(0.0, float(values[-1] - values[-2]) / (nodes[-1] - nodes[-2]))
+    return inside + slope * np.maximum(0.0, x - nodes[-1])
+
+
+@dataclasses.dataclass(frozen=True)
+class ProducerCurve:
+    """A quantity that depends on the number of producers K only; linear between the nodes.
+
+    Below the first node it is proportional to K, above the last it is constant.
+    """
+
+    producers: tuple[float, ...]
+    values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        _check_nodes("producers", self.producers, len(self.values))
+
+    def __call__(self, K: FloatLike) -> FloatArray:
+        k = _floats(K)
+        below = np.minimum(1.0, k / self.producers[0])
+        return np.asarray(np.interp(k, self.producers, self.values) * below)
+
+
+@dataclasses.dataclass(frozen=True)
+class IssueTable:
+    """T0(K, B): issue time of one producer's burst without backpressure, in us.
+
+    `us[i][j]` belongs to `producers[i]` and `nbytes[j]`. Linear in between; constant outside in K
+    and below the smallest B; above the largest B the last slope goes on (an SM issues at a rate).
+    """
+
+    producers: tuple[float, ...]
+    nbytes: tuple[float, ...]
+    us: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self) -> None:
+        _check_nodes("producers", self.producers, len(self.us))
+        for row in self.us:
+            _check_nodes("nbytes", self.nbytes, len(row))
+
+    def __call__(self, K: FloatLike, B: FloatLike) -> FloatArray:
+        k, b = np.broadcast_arrays(_floats(K), _floats(B))
+        rows = np.stack([_interpolate(b, self.nbytes, _floats(row)) for row in self.us])
+        position = np.interp(k, self.producers, np.arange(len(self.producers), dtype=np.float64))
+        low = np.floor(position).astype(np.intp)
+        high = np.minimum(low + 1, len(self.producers) - 1)
+        weight = position - low
+        lower = np.take_along_axis(rows, low[None], axis=0)[0]
+        upper = np.take_along_axis(rows, high[None], axis=0)[0]
+        return np.asarray((1.0 - weight) * lower + weight * upper)
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """A bootstrap interval of one fitted number, for the reader; the law uses the curves."""
+
+    low: float
+    high: float
+    confidence: float = 0.95
+
+
+@dataclasses.dataclass(frozen=True)
+class Mechanism:
+    """One way to store to a peer: `st` (16-byte stores), `bulk` (cp.async.bulk), `tma` (tensor).
+
+    Attributes
+    ----------
+    T0_us : IssueTable
+        Back-pressure-free issue time. For `bulk` and `tma` issue ends when the shared memory may be
+        reused (`wait_group.read`).
+    R_GBps : ProducerCurve
+        Effective drain rate with K producers, one direction busy.
+    Q_bytes : ProducerCurve
+        Outstanding capacity seen by the *mean* producer, all K together.
+    Q_slowest_bytes : ProducerCurve
+        The same for the slowest producer of a burst: producers are not served equally, and whoever
+        waits for all of them sees this smaller one.
+    visibility_us : float
+        From the last byte's departure to a fence that returns.
+    R_both_GBps : ProducerCurve or None
+        Drain rate when the opposite direction is as busy; None means unknown, use `R_GBps`.
+    intervals : dict
+        Intervals by name of the quantity, e.g. `"R_GBps@132"`.
+    """
+
+    T0_us: IssueTable
+    R_GBps: ProducerCurve
+    Q_bytes: ProducerCurve
+    Q_slowest_bytes: ProducerCurve
+    visibility_us: float
+    R_both_GBps: ProducerCurve | None = None
+    intervals: dict[str, Interval] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shadow:
+    """The wait that a burst imposes on a later local operation of the same SM.
+
+    Attributes
+    ----------
+    base_us : float
+        Latency of the operation without any burst.
+    passed_bytes : ProducerCurve
+        Bytes of the burst (all K together) that no longer hold the operation up.
+    cross_bytes : float or None
+        Bytes per producer that go first when burst and operation use different paths (LSU, TMA), so
+        that the wait has a ceiling; None when both use one queue and the whole burst goes first.
+    """
+
+    base_us: float
+    passed_bytes: ProducerCurve
+    cross_bytes: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """Facts about the GPU and its links.
+
+    `link_nominal_GBps` is the sum over the links of one GPU and one direction.
+    """
+
+    name: str
+    capability: str
+    num_sms: int
+    sm_clock_mhz: float
+    power_limit_w: float
+    l2_bytes: int
+    smem_bytes: int
+    link: str
+    link_nominal_GBps: float
+    driver: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """Local rates that turn tiles into times.
+
+    Attributes
+    ----------
+    matrix_tflops : dict
+        Sustained dense matrix rate of the whole GPU by dtype (`"bf16"`), on random data.
+    hbm_GBps, l2_GBps : float
+        Read rates of device memory and of L2 into the SMs.
+    tile_overhead_us : float
+        Per tile of a persistent kernel: first loads, the conversion of the accumulators, flags.
+    launch_us : float
+        Start and end of a kernel of one wave of blocks, seen by the stream.
+    flag_us : float
+        A release by one SM until another one sees it.
+    pull_GBps : float
+        Rate of reads from peers by all SMs.
+    copy_engine_GBps : float
+        One direction by the copy engine: what a drained link carries at best.
+    """
+
+    matrix_tflops: dict[str, float]
+    hbm_GBps: float
+    l2_GBps: float
+    tile_overhead_us: float
+    launch_us: float
+    flag_us: float
+    pull_GBps: float
+    copy_engine_GBps: float
+
+
+@dataclasses.dataclass(frozen=True)
+class MachineProfile:
+    """Everything measured (or, until then, assumed) about one machine type.
+
+    Attributes
+    ----------
+    schema : int
+        `SCHEMA` of the writer.
+    name : str
+        File name without `.json`, e.g. `"h200x2"`.
+    provenance : str
+        `"measured"` by `xstage calibrate`, `"provisional"` from an earlier probe, `"default"` from
+        public figures.
+    source : str
+        Where the numbers come from, in words.
+    command, date : str or None
+        How and when it was measured.
+    world : int
+        GPUs that took part.
+    shadow : dict
+        By `"<mechanism>/<operation>"`; operations are `load`, `atomic`, `bulk_load`, `tma_load`.
+    """
+
+    schema: int
+    name: str
+    provenance: Provenance
+    source: str
+    world: int
+    gpu: Gpu
+    mechanisms: dict[str, Mechanism]
+    shadow: dict[str, Shadow]
+    rates: Rates
+    command: str | None = None
+    date: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.schema != SCHEMA:
+            raise ProfileError(
+                f"machine profile {self.name}: schema: expected {SCHEMA}, got {self.schema}; "
+                "run `xstage calibrate` with this version"
+            )
+        if not self.mechanisms:
+            raise ProfileError(f"machine profile {self.name}: mechanisms: expected at least one")
+
+    def mechanism(self, name: str) -> Mechanism:
+        """The parameters of a store mechanism, or a ProfileError that names those known."""
+        try:
+            return self.mechanisms[name]
+        except KeyError:
+            raise ProfileError(
+                f"machine profile {self.name}: mechanism: expected one of "
+                f"{', '.join(sorted(self.mechanisms))}, got {name}"
+            ) from None
+
+    def shadow_of(self, mechanism: str, operation: str) -> Shadow:
+        """The shadow that bursts of `mechanism` cast on `operation`."""
+        key = f"{mechanism}/{operation}"
+        try:
+            return self.shadow[key]
+        except KeyError:
+            raise ProfileError(
+                f"machine profile {self.name}: shadow: expected one of "
+                f"{', '.join(sorted(self.shadow))}, got {key}"
+            ) from None
+
+    def require(self, gpu_name: str) -> MachineProfile:
+        """This profile, or a ProfileError when `gpu_name` is another GPU than the profile's."""
+        if _gpu_key(gpu_name) != _gpu_key(self.gpu.name):
+            raise ProfileError(
+                f"machine profile {self.name} describes {self.gpu.name}, this GPU is {gpu_name}; "
+                "run `xstage calibrate` here, or set XSTAGE_PROFILE to a profile of this GPU"
+            )
+        return self
+
+    def to_json(self) -> str:
+        """The profile as indented JSON; numeric rows stay on one line each."""
+        return _dump(dataclasses.asdict(self)) + "\n"
+
+    def save(self, path: str | pathlib.Path) -> None:
+        """Write the JSON file."""
+        pathlib.Path(path).write_text(self.to_json(), encoding="utf-8")
+
+
+def from_json(text: str, where: str = "machine profile") -> MachineProfile:
+    """Parse and check a profile. Raises ProfileError naming the field that does not fit."""
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ProfileError(f"{where}: not JSON: {error}") from error
+    if isinstance(data, dict) and data.get("schema") != SCHEMA:
+        raise ProfileError(
+            f"{where}: schema: expected {SCHEMA}, got {data.get('schema')}; "
+            "run `xstage calibrate` with this version"
+        )
+    return typing.cast(MachineProfile, _build(MachineProfile, data, where))
+
+
+def bundled() -> list[str]:
+    """Names of the profiles that ship with the package."""
+    return sorted(path.stem for path in _PROFILES.glob("*.json"))
+
+
+def load(source: str | pathlib.Path | None = None, gpu_name: str | None = None) -> MachineProfile:
+    """Find a profile.
+
+    Parameters
+    ----------
+    source : str or path, optional
+        Name of a bundled profile or path of a JSON file. Without it: the environment variable
+        `XSTAGE_PROFILE`, else the bundled profile of `gpu_name`, else (no `gpu_name`) `h200x2`.
+    gpu_name : str, optional
+        Name of the GPU that the profile must describe, as the driver reports it.
+
+    Raises
+    ------
+    ProfileError
+        No such profile, it does not parse, or it describes another GPU.
+    """
+    chosen = source if source is not None else _env.get("XSTAGE_PROFILE")
+    if chosen is None:
+        chosen = "h200x2" if gpu_name is None else _bundled_for(gpu_name)
+    profile = _read(str(chosen))
+    return profile if gpu_name is None else profile.require(gpu_name)
+
+
+def load_here(source: str | pathlib.Path | None = None) -> MachineProfile:
+    """`load` for the current CUDA device; without one, `load(source)`."""
+    import torch
+
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return load(source, name)
+
+
+@functools.cache
+def _read(chosen: str) -> MachineProfile:
+    path = pathlib.Path(chosen)
+    if path.suffix != ".json":
+        path = _PROFILES / f"{chosen}.json"
+    if not path.is_file():
+        raise ProfileError(
+            f"machine profile: expected a JSON file or one of {', '.join(bundled())}, got {chosen}"
+        )
+    return from_json(path.read_text(encoding="utf-8"), f"machine profile {path.name}")
+
+
+def _bundled_for(gpu_name: str) -> str:
+    for name in bundled():
+        if _gpu_key(_read(name).gpu.name) == _gpu_key(gpu_name):
+            return name
+    raise ProfileError(
+        f"machine profile: none bundled for {gpu_name} (there are {', '.join(bundled())}); "
+        "run `xstage calibrate`"
+    )
+
+
+def _gpu_key(name: str) -> str:
+    """`NVIDIA H200` and `H200` are one GPU; `H100 80GB HBM3` is an `H100`; `H200 NVL` is not."""
+    words = [word for word in name.upper().replace("-", " ").split() if word != "NVIDIA"]
+    noise = ("GB", "HBM2E", "HBM3", "HBM3E", "SXM", "SXM4", "SXM5", "TESLA")
+    return " ".join(word for word in words if not word.endswith(noise))
+
+
+def _check_nodes(what: str, nodes: tuple[float, ...], num_values: int) -> None:
+    increasing = all(a < b for a, b in itertools.pairwise(nodes))
+    if not nodes or nodes[0] <= 0 or not increasing or len(nodes) != num_values:
+        raise ProfileError(
+            f"machine profile: {what}: expected {num_values} positive increasing nodes, got {nodes}"
+        )
+
+
+def _build(kind: Any, value: Any, where: str) -> Any:
+    """Turn parsed JSON into `kind`; every error names the field and what was expected there."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        return _build_dataclass(typing.cast(type, kind), value, where)
+    if origin is Literal:
+        return _expect(value in arguments, value, where, f"one of {', '.join(arguments)}")
+    if origin in (types.UnionType, typing.Union):
+        inner = next(a for a in arguments if a is not type(None))
+        return None if value is None else _build(inner, value, where)
+    if origin is tuple:
+        _expect(isinstance(value, list), value, where, "a list")
+        return tuple(_build(arguments[0], v, f"{where}[{i}]") for i, v in enumerate(value))
+    if origin is dict:
+        _expect(isinstance(value, Mapping), value, where, "an object")
+        return {k: _build(arguments[1], v, f"{where}.{k}") for k, v in value.items()}
+    if kind is float:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return float(_expect(number and math.isfinite(value), value, where, "a finite number"))
+    if kind is int:
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        return _expect(whole, value, where, "an integer")
+    return _expect(isinstance(value, str), value, where, "a string")
+
+
+def _build_dataclass(kind: type, value: Any, where: str) -> Any:
+    _expect(isinstance(value, Mapping), value, where, "an object")
+    hints = typing.get_type_hints(kind)
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    for name in value:
+        _expect(name in fields, name, where, f"fields {', '.join(fields)}")
+    arguments = {}
+    for name, field in fields.items():
+        if name in value:
+            arguments[name] = _build(hints[name], value[name], f"{where}: {name}")
+        else:
+            required = (field.default, field.default_factory) == (dataclasses.MISSING,) * 2
+            _expect(not required, "nothing", where, f"field {name}")
+    return kind(**arguments)
+
+
+def _expect(condition: bool, value: Any, where: str, expected: str) -> Any:
+    if not condition:
+        raise ProfileError(f"{where}: expected {expected}, got {value!r}")
+    return value
+
+
+def _dump(value: Any, indent: int = 0) -> str:
+    """JSON with one field per line and flat lists on one line."""
+    if not isinstance(value, dict) or not value:
+        return json.dumps(value)
+    pad = " " * (indent + 1)
+    lines = [f"{pad}{json.dumps(k)}: {_dump(v, indent + 1)}" for k, v in value.items()]
+    return "{\n" + ",\n".join(lines) + "\n" + " " * indent + "}"
