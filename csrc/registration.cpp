@@ -9,9 +9,62 @@
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(xstage, m) {
+  // Microbenchmarks of remote stores (csrc/burst/README.md). Results: one row of facts per block,
+  // and clock stamps per block and burst, or per block and output tile.
+  m.def("burst_run(Tensor gap_cycles, int[] plan, int[] workspace) -> (Tensor, Tensor)");
+  m.def(
+      "burst_shadow(Tensor gap_cycles, Tensor delay_cycles, int[] plan, int[] workspace) "
+      "-> (Tensor, Tensor)");
+  m.def("burst_loop(Tensor a, Tensor b, int[] plan, int[] workspace) -> (Tensor, Tensor)");
+
   // Facts about this binary.
   m.def("plan_fields(str kind) -> str");
   m.def("phase_names() -> str");
+
+  // Attention: q [B, Sq, Hq, D], k and v [B, Sk, Hkv, D], any strides whose last is 1; out
+  // [B, Sq, Hq, D], lse float32 [B, Hq, Sq] (empty unless want_lse). key_segments int32 [B, N, 2]:
+  // half-open runs of valid keys. Query head i reads key head (i + head_phase) / kv_group.
+  m.def(
+      "fa3(Tensor q, Tensor k, Tensor v, Tensor? key_segments=None, float? scale=None, "
+      "bool causal=False, bool want_lse=False, int head_phase=0, int[] plan=[]) -> (Tensor, Tensor)");
+  m.def(
+      "fa4(Tensor q, Tensor k, Tensor v, Tensor? key_segments=None, float? scale=None, "
+      "bool causal=False, bool want_lse=False, int head_phase=0, int[] plan=[]) -> (Tensor, Tensor)");
+
+  // The All-to-All of Ulysses, several tensors in one call. To heads: each input [B, rows of this
+  // rank, all heads, D], each output [B, all rows, heads of this rank, D]; to sequence: the reverse.
+  // Outputs lie in a slot of the workspace's ring.
+  m.def("ulysses_a2a(Tensor[] inputs, int[] plan, int[] workspace) -> Tensor[]");
+
+  // Attention over this rank's heads whose output tiles go straight to the ranks that own the rows:
+  // out [B, rows of this rank, all query heads, D], in a slot of the workspace's ring; lse float32
+  // [B, heads of this rank, Sq], kept by the rank that computes it.
+  m.def(
+      "fa3_a2a(Tensor q, Tensor k, Tensor v, Tensor? key_segments, float? scale, bool causal, "
+      "bool want_lse, int[] plan, int[] workspace) -> (Tensor, Tensor)");
+  m.def(
+      "fa4_a2a(Tensor q, Tensor k, Tensor v, Tensor? key_segments, float? scale, bool causal, "
+      "bool want_lse, int[] plan, int[] workspace) -> (Tensor, Tensor)");
+
+  // The same for all ranks of a virtual group: inputs rank after rank, descriptors one behind the
+  // other, outputs rank after rank.
+  m.def("ulysses_a2a_virtual(Tensor[] inputs, int[] plan, int[] workspaces) -> Tensor[]");
+  m.def(
+      "fa3_a2a_virtual(Tensor[] q, Tensor[] k, Tensor[] v, Tensor? key_segments, float? scale, "
+      "bool causal, bool want_lse, int[] plan, int[] workspaces) -> (Tensor[], Tensor[])");
+  m.def(
+      "fa4_a2a_virtual(Tensor[] q, Tensor[] k, Tensor[] v, Tensor? key_segments, float? scale, "
+      "bool causal, bool want_lse, int[] plan, int[] workspaces) -> (Tensor[], Tensor[])");
+
+  // Facts for Python and tests: the schedule's tiles in order, int32 [tiles, 6] = (batch, head,
+  // owner, owner_row, row, num_rows); bytes of a region for one call of these shapes.
+  m.def("attention_tiles(int[] plan, int rank, int batch, int block_m) -> Tensor");
+  m.def("attention_key_heads(int[] plan, int rank) -> int[]");
+  m.def(
+      "attention_region_bytes(int[] plan, int batch, int head_dim, int element_bytes) -> int");
+  m.def(
+      "ulysses_a2a_region_bytes(int[] plan, int num_tensors, int batch, int head_dim, "
+      "int element_bytes) -> int");
 }
 
 // The module is empty: importing it runs the static initialisers above.

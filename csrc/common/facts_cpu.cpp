@@ -1,4 +1,6 @@
 // Operators that report facts about this binary.
+#include "attention/plan.h"
+#include "burst/plan.h"
 #include "fault.h"
 #include "torch_glue.h"
 #include "workspace.h"
@@ -24,8 +26,26 @@ std::string plan_fields(std::string kind) {
     for (int r = 0; r < kMaxRanks; ++r) lines += concat("base_", r, " 0 ", INT64_MAX, " block of rank ", r, '\n');
     return lines;
   }
+  if (kind == "attention") {
+    XS_ATTENTION_FIELDS(X)
+    for (char const* array : {"rows", "kv_rows", "heads"}) {
+      int64_t const most = array[0] == 'h' ? kMaxHeads : kMaxRows;
+      for (int r = 0; r < kMaxRanks; ++r) {
+        lines += concat(array, '_', r, " 0 ", most, " share of rank ", r, '\n');
+      }
+    }
+    return lines;
+  }
+  if (kind == "burst") {
+    XS_BURST_FIELDS(X)
+    return lines;
+  }
+  if (kind == "burst_loop") {
+    XS_BURST_LOOP_FIELDS(X)
+    return lines;
+  }
 #undef X
-  XS_CHECK(false, "xstage.plan_fields: kind: expected workspace, got ", kind);
+  XS_CHECK(false, "xstage.plan_fields: kind: expected workspace, attention, burst or burst_loop, got ", kind);
   return lines;
 }
 

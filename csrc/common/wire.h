@@ -19,7 +19,13 @@ constexpr int64_t kWireMagic = 0x58535447;  // "XSTG"
 constexpr int64_t kWireVersion = 1;
 constexpr int64_t kWireHeader = 4;
 
-enum class WireKind : int64_t { kMegaMoePlan = 1, kA2aPlan = 2, kWorkspace = 3 };
+enum class WireKind : int64_t {
+  kMegaMoePlan = 1,
+  kA2aPlan = 2,
+  kWorkspace = 3,
+  kBurstPlan = 4,
+  kBurstLoopPlan = 5,
+};
 
 // Reads the fields of one wire message in order, with their names in every error.
 class WireReader {
