@@ -1,7 +1,9 @@
-// Device waits. Every wait has a deadline, looks at the abort flag, and leaves one record.
+// Device waits. Every wait has a deadline, looks at the failure word, and leaves one record.
 //
-// A wait returns false when it gave up. The caller then leaves its role (no trap): whoever waits for
-// that role finds the abort flag set and leaves as well, and the host raises at the next call.
+// A wait returns false when it gave up. The caller then leaves its role (no trap), but its block
+// still arrives at the end of the call (channel.cuh): whoever waits for that role finds this rank's
+// failure byte set and leaves as well, peers are told at once, and the host raises at its next
+// call.
 #pragma once
 
 #include "ptx.cuh"
@@ -9,34 +11,47 @@
 
 namespace xstage {
 
-// What is waited for, for the record.
-struct WaitSite {
-  Phase phase;
-  int src_rank;       // whose word this is; -1 when it is this rank's own
-  uint64_t epoch;     // which call
-  uint64_t expected;  // what the word must reach
-};
-
+// True when this rank has given up: every role should leave.
 __device__ __forceinline__ bool aborted(Workspace const& workspace) {
-  return ld_relaxed_sys(&workspace.control(workspace.rank)->abort) != 0;
+  uint64_t const failed = ld_relaxed_sys(&workspace.control(workspace.rank)->failed);
+  return failure_of(failed, workspace.rank) != Failure::kNone;
 }
 
-// The first caller writes the record; everyone sets the abort flag of this rank.
+// Writes a record unless there is one already. The claim lies in device memory: atomics on mapped
+// host memory are not atomic everywhere.
+static __device__ __noinline__ void record_fault(Workspace const& workspace, RecordSlot slot,
+                                                 WaitSite site, FaultKind kind, uint64_t seen,
+                                                 uint64_t waited_ns) {
+  if (workspace.fault == 0) return;
+  if (atomicExch(&workspace.control(workspace.rank)->recorded[slot], 1u) != 0) return;
+  FaultRecord* const record = workspace.fault_record(slot);
+  record->phase = static_cast<uint32_t>(site.phase);
+  record->channel = static_cast<uint32_t>(workspace.channel);
+  record->rank = static_cast<int32_t>(workspace.rank);
+  record->src_rank = site.src_rank;
+  record->world = static_cast<uint32_t>(workspace.world);
+  record->epoch = site.epoch;
+  record->expected = site.expected;
+  record->seen = seen;
+  record->waited_ns = waited_ns;
+  st_release_sys(&record->kind, static_cast<uint32_t>(kind));
+}
+
+// Marks this rank as failed in every block, its own first. Peers that wait for it leave.
+static __device__ __noinline__ void announce_failure(Workspace const& workspace, Failure failure) {
+  for (int64_t i = 0; i < workspace.world; ++i) {
+    int64_t const dst_rank = (workspace.rank + i) % workspace.world;
+    red_or_release_sys(&workspace.control(dst_rank)->failed, failure_bits(workspace.rank, failure));
+  }
+}
+
+// Ends this rank's part: one record, then the announcement. Roles may call it on their own
+// findings.
 static __device__ __noinline__ void give_up(Workspace const& workspace, WaitSite site,
                                             FaultKind kind, uint64_t seen, uint64_t waited_ns) {
-  Control* const control = workspace.control(workspace.rank);
-  FaultRecord* const record = workspace.fault_record();
-  if (atomicExch(&control->abort, 1u) == 0 && record != nullptr) {
-    record->phase = static_cast<uint32_t>(site.phase);
-    record->channel = static_cast<uint32_t>(workspace.channel);
-    record->rank = static_cast<int32_t>(workspace.rank);
-    record->src_rank = site.src_rank;
-    record->epoch = site.epoch;
-    record->expected = site.expected;
-    record->seen = seen;
-    record->waited_ns = waited_ns;
-    st_release_sys(&record->kind, static_cast<uint32_t>(kind));
-  }
+  if (aborted(workspace)) return;
+  record_fault(workspace, kFatalRecord, site, kind, seen, waited_ns);
+  announce_failure(workspace, Failure::kGaveUp);
 }
 
 // Spins until load() >= site.expected. load() carries the memory order of the wait.
@@ -46,23 +61,30 @@ __device__ __forceinline__ bool wait_until(Workspace const& workspace, WaitSite 
   if (seen >= site.expected) return true;
   uint64_t const start_ns = global_timer_ns();
   uint64_t const timeout_ns = static_cast<uint64_t>(workspace.timeout_ms) * 1000000;
-  Channel const* const own = workspace.channel_of(workspace.rank);
-  bool refused = false;
+  Control const* const control = workspace.control(workspace.rank);
   uint64_t waited_ns = 0;
   // One look at the rare conditions per 64 polls keeps the common case short.
   for (uint32_t polls = 1;; ++polls) {
     seen = load();
     if (seen >= site.expected) return true;
-    if (polls % 64 == 0) {
-      if (aborted(workspace)) return false;
-      refused = site.src_rank >= 0 && ld_acquire_sys(&own->refused[site.src_rank]) >= site.epoch;
-      waited_ns = global_timer_ns() - start_ns;
-      if (refused || (timeout_ns != 0 && waited_ns > timeout_ns)) break;
-      __nanosleep(64);
+    if (polls % 64 != 0) continue;
+    uint64_t const failed = ld_acquire_sys(&control->failed);
+    if (failure_of(failed, workspace.rank) != Failure::kNone) return false;
+    int const culprit = failed_rank(failed, site.src_rank);
+    waited_ns = global_timer_ns() - start_ns;
+    if (culprit >= 0) {
+      // What the peer stored before it failed is visible now; it may be all that we need.
+      seen = load();
+      if (seen >= site.expected) return true;
+      site.src_rank = culprit;
+      seen = static_cast<uint64_t>(failure_of(failed, culprit));
+      give_up(workspace, site, FaultKind::kPeerFailed, seen, waited_ns);
+      return false;
     }
+    if (timeout_ns != 0 && waited_ns > timeout_ns) break;
+    __nanosleep(64);
   }
-  give_up(workspace, site, refused ? FaultKind::kPeerRefused : FaultKind::kTimeout, seen,
-          waited_ns);
+  give_up(workspace, site, FaultKind::kTimeout, seen, waited_ns);
   return false;
 }
 

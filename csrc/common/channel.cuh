@@ -1,0 +1,116 @@
+// The life of one call of an operator instance, on the device.
+//
+//   epoch = call_epoch(ws)                    every block, at its start
+//   ... store into peers' regions ...
+//   arrive_and_publish(ws, epoch, blocks)     one thread per block, at its end
+//   wait_for_ranks(ws, epoch, phase)          one warp, in the same kernel or in the next
+//
+// Flags (writer, order -> reader, order; nobody resets them):
+//   arrivals   every block, inc acq_rel.gpu   -> the last block of the same call; wraps to 0
+//   from[r]    last block of rank r, release.sys -> wait_for_ranks of this rank, acquire.sys
+//   calls      last block, release.gpu        -> the next kernel of this channel, by stream order
+//   released   grant_slot of rank r, release.sys -> grant_slot of this rank, acquire.sys
+//   failed     any role, or.release.sys       -> every wait, acquire.sys
+//
+// Requires: calls of one channel follow each other on one stream; every rank makes the same calls
+// in the same order and waits for all ranks in each, so that no rank is more than one call ahead.
+#pragma once
+
+#include "wait.cuh"
+
+namespace xstage {
+
+// The number of the running call, from 1. The last block advances `calls` only when every block has
+// arrived, and so has read it.
+__device__ __forceinline__ uint64_t call_epoch(Workspace const& workspace) {
+  return ld_acquire_gpu(&workspace.channel_of(workspace.rank)->calls) + 1;
+}
+
+// The number of the last finished call: what a wait kernel behind the operator's kernel waits for.
+__device__ __forceinline__ uint64_t finished_epoch(Workspace const& workspace) {
+  return ld_acquire_gpu(&workspace.channel_of(workspace.rank)->calls);
+}
+
+// One thread per block, after all stores of the block: bulk stores by their issuers' bulk_wait<0>,
+// then a block barrier. Every block arrives, also one that gave up, since `arrivals` counts them; a
+// call that was aborted publishes nothing. Returns true in the last block.
+__device__ __forceinline__ bool arrive_and_publish(Workspace const& workspace, uint64_t epoch,
+                                                   uint32_t num_blocks) {
+  Channel* const own = workspace.channel_of(workspace.rank);
+  fence_proxy_async();
+  fence_acq_rel_sys();
+  if (atom_inc_acq_rel_gpu(&own->arrivals, num_blocks - 1) != num_blocks - 1) return false;
+  // Cumulative: what the other blocks released above comes before the signals below.
+  fence_acq_rel_sys();
+  if (!aborted(workspace)) {
+    for (int64_t i = 1; i <= workspace.world; ++i) {
+      int64_t const dst_rank = (workspace.rank + i) % workspace.world;
+      st_release_sys(&workspace.channel_of(dst_rank)->from[workspace.rank],
+                     workspace.signal(epoch));
+    }
+  }
+  st_release_gpu(&own->calls, epoch);
+  return true;
+}
+
+// One whole warp; lane r waits for rank r and compares digests. Returns the same value in all
+// lanes. After true, plain loads see what the peers stored; a TMA load of it in the same kernel
+// needs fence_proxy_async() first.
+__device__ __forceinline__ bool wait_for_ranks(Workspace const& workspace, uint64_t epoch,
+                                               Phase phase) {
+  int const src_rank = static_cast<int>(threadIdx.x % 32);
+  bool ok = true;
+  if (src_rank < workspace.world) {
+    uint64_t const* const word = &workspace.channel_of(workspace.rank)->from[src_rank];
+    WaitSite const site{phase, src_rank, epoch, epoch};
+    ok = wait_until(workspace, site, [&] { return signal_epoch(ld_acquire_sys(word)); });
+    // A rank that is already a call ahead has compared this call's digests itself.
+    uint64_t const seen = ok ? ld_acquire_sys(word) : 0;
+    uint64_t const expected = workspace.signal(epoch);
+    if (ok && signal_epoch(seen) == epoch && seen != expected) {
+      WaitSite const differs{phase, src_rank, epoch, signal_digest(expected)};
+      give_up(workspace, differs, FaultKind::kPlanDiffers, signal_digest(seen), 0);
+      ok = false;
+    }
+    ok = ok && !aborted(workspace);
+  }
+  return __all_sync(0xffffffffu, ok);
+}
+
+// Fills memory with all-ones bytes: NaN in every floating type. Called by all threads of a group.
+__device__ __forceinline__ void poison(void* bytes, int64_t num_bytes, int thread_idx,
+                                       int num_threads) {
+  for (int64_t i = thread_idx; i < num_bytes; i += num_threads) {
+    static_cast<unsigned char*>(bytes)[i] = 0xff;
+  }
+}
+
+// One whole warp, before the call that stores into output slot `slot` of every rank. `free_slots`
+// has a bit for every slot that nobody on this rank's stream reads any more, and always bit `slot`.
+// Announces those to all ranks, so that later calls rarely wait, then waits until every rank has
+// released `slot` since its last use. Idempotent per call, so it replays in CUDA graphs.
+__device__ __forceinline__ bool grant_slot(Workspace const& workspace, int slot,
+                                           uint32_t free_slots) {
+  int const lane = static_cast<int>(threadIdx.x % 32);
+  uint64_t const epoch = call_epoch(workspace);
+  Channel* const own = workspace.channel_of(workspace.rank);
+  bool ok = true;
+  if (lane < workspace.world) {
+    // Earlier kernels of this stream have read the slots; the fence puts that before the release.
+    fence_proxy_async();
+    fence_acq_rel_sys();
+    Channel* const dst = workspace.channel_of(lane);
+    for (int s = 0; s < kMaxSlots; ++s) {
+      if ((free_slots >> s) & 1) st_release_sys(&dst->released[s][workspace.rank], epoch);
+    }
+    uint64_t const* const word = &own->released[slot][lane];
+    WaitSite const site{Phase::kSlotCredit, lane, epoch, own->last_use[slot] + 1};
+    ok = wait_until(workspace, site, [&] { return ld_acquire_sys(word); });
+    ok = ok && !aborted(workspace);
+  }
+  ok = __all_sync(0xffffffffu, ok);
+  if (ok && lane == 0) own->last_use[slot] = epoch;
+  return ok;
+}
+
+}  // namespace xstage
