@@ -11,17 +11,15 @@ import dataclasses
 import functools
 import itertools
 import json
-import math
 import pathlib
-import types
 import typing
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from . import _env
+from ._json import build, dump
 from .errors import ProfileError
 
 SCHEMA = 1
@@ -284,7 +282,7 @@ class MachineProfile:
 
     def to_json(self) -> str:
         """The profile as indented JSON; numeric rows stay on one line each."""
-        return _dump(dataclasses.asdict(self)) + "\n"
+        return dump(dataclasses.asdict(self)) + "\n"
 
     def save(self, path: str | pathlib.Path) -> None:
         """Write the JSON file."""
@@ -302,7 +300,7 @@ def from_json(text: str, where: str = "machine profile") -> MachineProfile:
             f"{where}: schema: expected {SCHEMA}, got {data.get('schema')}; "
             "run `xstage calibrate` with this version"
         )
-    return typing.cast(MachineProfile, _build(MachineProfile, data, where))
+    return typing.cast(MachineProfile, build(MachineProfile, data, where, ProfileError))
 
 
 def bundled() -> list[str]:
@@ -376,59 +374,3 @@ def _check_nodes(what: str, nodes: tuple[float, ...], num_values: int) -> None:
         raise ProfileError(
             f"machine profile: {what}: expected {num_values} positive increasing nodes, got {nodes}"
         )
-
-
-def _build(kind: Any, value: Any, where: str) -> Any:
-    """Turn parsed JSON into `kind`; every error names the field and what was expected there."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if dataclasses.is_dataclass(kind):
-        return _build_dataclass(typing.cast(type, kind), value, where)
-    if origin is Literal:
-        return _expect(value in arguments, value, where, f"one of {', '.join(arguments)}")
-    if origin in (types.UnionType, typing.Union):
-        inner = next(a for a in arguments if a is not type(None))
-        return None if value is None else _build(inner, value, where)
-    if origin is tuple:
-        _expect(isinstance(value, list), value, where, "a list")
-        return tuple(_build(arguments[0], v, f"{where}[{i}]") for i, v in enumerate(value))
-    if origin is dict:
-        _expect(isinstance(value, Mapping), value, where, "an object")
-        return {k: _build(arguments[1], v, f"{where}.{k}") for k, v in value.items()}
-    if kind is float:
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return float(_expect(number and math.isfinite(value), value, where, "a finite number"))
-    if kind is int:
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        return _expect(whole, value, where, "an integer")
-    return _expect(isinstance(value, str), value, where, "a string")
-
-
-def _build_dataclass(kind: type, value: Any, where: str) -> Any:
-    _expect(isinstance(value, Mapping), value, where, "an object")
-    hints = typing.get_type_hints(kind)
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    for name in value:
-        _expect(name in fields, name, where, f"fields {', '.join(fields)}")
-    arguments = {}
-    for name, field in fields.items():
-        if name in value:
-            arguments[name] = _build(hints[name], value[name], f"{where}: {name}")
-        else:
-            required = (field.default, field.default_factory) == (dataclasses.MISSING,) * 2
-            _expect(not required, "nothing", where, f"field {name}")
-    return kind(**arguments)
-
-
-def _expect(condition: bool, value: Any, where: str, expected: str) -> Any:
-    if not condition:
-        raise ProfileError(f"{where}: expected {expected}, got {value!r}")
-    return value
-
-
-def _dump(value: Any, indent: int = 0) -> str:
-    """JSON with one field per line and flat lists on one line."""
-    if not isinstance(value, dict) or not value:
-        return json.dumps(value)
-    pad = " " * (indent + 1)
-    lines = [f"{pad}{json.dumps(k)}: {_dump(v, indent + 1)}" for k, v in value.items()]
-    return "{\n" + ",\n".join(lines) + "\n" + " " * indent + "}"

@@ -1,0 +1,85 @@
+"""Machine profiles: strict reading, exact round trip, and refusal of another GPU's numbers."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from xstage_ext import machine
+from xstage_ext.errors import ProfileError
+
+
+@pytest.mark.parametrize("name", machine.bundled())
+def test_bundled_profiles_round_trip_and_say_where_they_come_from(name):
+    profile = machine.load(name)
+    assert machine.from_json(profile.to_json()) == profile
+    assert profile.name == name
+    assert len(profile.source) > 40
+    assert {"st", "bulk"} <= set(profile.mechanisms)
+    for mechanism in profile.mechanisms.values():
+        rate = mechanism.R_GBps([1, 8, 132, 1000])
+        assert (np.diff(rate) >= 0).all()
+        assert rate[-1] <= profile.gpu.link_nominal_GBps
+
+
+def test_save_and_load_from_a_path(tmp_path):
+    path = tmp_path / "mine.json"
+    machine.load("h200x2").save(path)
+    assert machine.load(path) == machine.load("h200x2")
+
+
+def test_environment_variable_chooses(tmp_path, monkeypatch):
+    path = tmp_path / "mine.json"
+    machine.load("h100").save(path)
+    monkeypatch.setenv("XSTAGE_PROFILE", str(path))
+    assert machine.load().gpu.name == "NVIDIA H100"
+    with pytest.raises(ProfileError, match="describes NVIDIA H100, this GPU is NVIDIA H200"):
+        machine.load(gpu_name="NVIDIA H200")
+
+
+def test_finds_the_profile_of_a_gpu():
+    assert machine.load(gpu_name="NVIDIA H200").name == "h200x2"
+    assert machine.load(gpu_name="NVIDIA H100 80GB HBM3").name == "h100"
+    for other in ("NVIDIA H200 NVL", "NVIDIA A100-SXM4-80GB", "NVIDIA H100 PCIe"):
+        with pytest.raises(ProfileError, match="none bundled"):
+            machine.load(gpu_name=other)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema": 99}, "schema: expected 1, got 99"),
+        ({"world": "two"}, "world: expected an integer, got 'two'"),
+        ({"provenance": "guess"}, "provenance: expected one of provisional, measured, default"),
+        ({"extra": 1}, "expected fields schema, name"),
+        ({"mechanisms": {}}, "mechanisms: expected at least one"),
+        ({"gpu": {}}, "gpu: expected field name, got 'nothing'"),
+    ],
+)
+def test_refuses_by_name(change, message):
+    data = json.loads(machine.load("h200x2").to_json()) | change
+    with pytest.raises(ProfileError, match=message):
+        machine.from_json(json.dumps(data))
+
+
+def test_refuses_text_and_missing_files():
+    with pytest.raises(ProfileError, match="not JSON"):
+        machine.from_json("{")
+    with pytest.raises(ProfileError, match="expected a JSON file or one of"):
+        machine.load("nowhere")
+    with pytest.raises(ProfileError, match="mechanism: expected one of"):
+        machine.load("h200x2").mechanism("pigeon")
+    with pytest.raises(ProfileError, match="shadow: expected one of"):
+        machine.load("h200x2").shadow_of("st", "prayer")
+
+
+def test_curves_interpolate_and_extrapolate_as_stated():
+    curve = machine.ProducerCurve((4.0, 8.0), (200.0, 300.0))
+    np.testing.assert_allclose(curve([2, 4, 6, 8, 99]), [100, 200, 250, 300, 300])
+    table = machine.IssueTable((1.0, 100.0), (1e3, 2e3), ((1.0, 2.0), (3.0, 4.0)))
+    np.testing.assert_allclose(table(1, [500, 1e3, 1500, 2e3, 4e3]), [1, 1, 1.5, 2, 4])
+    np.testing.assert_allclose(table([1, 50.5, 100, 200], 1e3), [1, 2, 3, 3])
+    with pytest.raises(ProfileError, match="increasing"):
+        machine.ProducerCurve((8.0, 4.0), (1.0, 2.0))

@@ -1,0 +1,92 @@
+"""Strict JSON for frozen dataclasses: a mismatch names the field and what was expected there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal, NoReturn
+
+
+def build(kind: Any, value: Any, where: str, error: type[Exception]) -> Any:
+    """Turn parsed JSON into `kind`, a (nested) dataclass of plain types.
+
+    Parameters
+    ----------
+    kind : type
+        A dataclass, Literal of strings, `X | None`, `tuple[X, ...]`, `dict[str, X]`, `float`,
+        `int` or `str`.
+    value : object
+        What `json.loads` returned.
+    where : str
+        Place in the document, for messages.
+    error : type
+        Exception to raise.
+    """
+    return _Builder(error).build(kind, value, where)
+
+
+def dump(value: Any, indent: int = 0) -> str:
+    """JSON with one field per line and lists on one line."""
+    if not isinstance(value, dict) or not value:
+        return json.dumps(value, allow_nan=False)
+    pad = " " * (indent + 1)
+    lines = [f"{pad}{json.dumps(k)}: {dump(v, indent + 1)}" for k, v in value.items()]
+    return "{\n" + ",\n".join(lines) + "\n" + " " * indent + "}"
+
+
+class _Builder:
+    def __init__(self, error: type[Exception]) -> None:
+        self._error = error
+
+    def build(self, kind: Any, value: Any, where: str) -> Any:
+        origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+        if dataclasses.is_dataclass(kind):
+            return self._dataclass(typing.cast(type, kind), value, where)
+        if origin is Literal:
+            return self._expect(value in arguments, value, where, f"one of {', '.join(arguments)}")
+        if origin in (types.UnionType, typing.Union):
+            inner = next(a for a in arguments if a is not type(None))
+            return None if value is None else self.build(inner, value, where)
+        if origin is tuple:
+            self._expect(isinstance(value, list), value, where, "a list")
+            return tuple(self.build(arguments[0], v, f"{where}[{i}]") for i, v in enumerate(value))
+        if origin is dict:
+            self._expect(isinstance(value, Mapping), value, where, "an object")
+            return {k: self.build(arguments[1], v, f"{where}.{k}") for k, v in value.items()}
+        return self._scalar(kind, value, where)
+
+    def _scalar(self, kind: Any, value: Any, where: str) -> Any:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if kind is float:
+            finite = number and math.isfinite(value)
+            return float(self._expect(finite, value, where, "a finite number"))
+        if kind is int:
+            whole = number and isinstance(value, int)
+            return self._expect(whole, value, where, "an integer")
+        return self._expect(isinstance(value, str), value, where, "a string")
+
+    def _dataclass(self, kind: type, value: Any, where: str) -> Any:
+        self._expect(isinstance(value, Mapping), value, where, "an object")
+        hints = typing.get_type_hints(kind)
+        fields = {field.name: field for field in dataclasses.fields(kind)}
+        for name in value:
+            self._expect(name in fields, name, where, f"fields {', '.join(fields)}")
+        arguments = {}
+        for name, field in fields.items():
+            if name in value:
+                arguments[name] = self.build(hints[name], value[name], f"{where}: {name}")
+            elif (field.default, field.default_factory) == (dataclasses.MISSING,) * 2:
+                self._fail("nothing", where, f"field {name}")
+        return kind(**arguments)
+
+    def _expect(self, condition: bool, value: Any, where: str, expected: str) -> Any:
+        if not condition:
+            self._fail(value, where, expected)
+        return value
+
+    def _fail(self, value: Any, where: str, expected: str) -> NoReturn:
+        raise self._error(f"{where}: expected {expected}, got {value!r}")
