@@ -65,6 +65,37 @@ STABLE_TORCH_LIBRARY(xstage, m) {
   m.def(
       "ulysses_a2a_region_bytes(int[] plan, int num_tensors, int batch, int head_dim, "
       "int element_bytes) -> int");
+
+  // MegaMoE: y = routed_scaling_factor * sum over slots of topk_weights * expert(x). x [T, hidden] and
+  // weights bf16; topk_idx [T, topk] int32 or int64, -1 skips a slot; topk_weights [T, topk] float32,
+  // applied in float32 when the slots of a token are added up; w13 [local experts, 2 * intermediate,
+  // hidden] in the plan's weight_layout; w2 [local experts, hidden, intermediate]; num_tokens: int32
+  // of one element on the device of x, when only the first rows of x are tokens (the other rows of
+  // the result are zero); expert_load int64 [local experts], to which received rows are added.
+  m.def(
+      "megamoe(Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor w13, Tensor w2, int[] plan, "
+      "int[] workspace, Tensor? num_tokens=None, float? clamp=None, "
+      "float routed_scaling_factor=1.0, Tensor(a!)? expert_load=None) -> Tensor");
+  m.def(
+      "megamoe_out(Tensor(b!) out, Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor w13, "
+      "Tensor w2, int[] plan, int[] workspace, Tensor? num_tokens=None, float? clamp=None, "
+      "float routed_scaling_factor=1.0, Tensor(a!)? expert_load=None) -> ()");
+  // All ranks of a virtual group: lists in rank order, descriptors one behind the other.
+  m.def(
+      "megamoe_virtual(Tensor[] x, Tensor[] topk_idx, Tensor[] topk_weights, Tensor[] w13, "
+      "Tensor[] w2, int[] plan, int[] workspaces, float? clamp=None, "
+      "float routed_scaling_factor=1.0) -> Tensor[]");
+
+  // Facts about megamoe plans: bytes of a region, its map, the tiles in order (int32 [tiles, 9]),
+  // who computes them (int32 [tiles, 2]), and where the rows of an expert come from (int32
+  // [rows, 2]).
+  m.def("megamoe_workspace_bytes(int[] plan) -> int");
+  m.def("megamoe_layout(int[] plan) -> str");
+  m.def("megamoe_tiles(int[] plan, int[] counts) -> Tensor");
+  m.def("megamoe_deal(int[] plan, int[] counts) -> Tensor");
+  m.def("megamoe_row_sources(int[] counts, int first_source) -> Tensor");
+  // What _cuda_sm90 was compiled for, one line per kernel: "block_m block_n cluster_size store".
+  m.def("megamoe_instances() -> str");
 }
 
 // The module is empty: importing it runs the static initialisers above.

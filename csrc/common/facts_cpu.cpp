@@ -2,6 +2,7 @@
 #include "attention/plan.h"
 #include "burst/plan.h"
 #include "fault.h"
+#include "megamoe/plan.h"
 #include "torch_glue.h"
 #include "workspace.h"
 
@@ -26,6 +27,10 @@ std::string plan_fields(std::string kind) {
     for (int r = 0; r < kMaxRanks; ++r) lines += concat("base_", r, " 0 ", INT64_MAX, " block of rank ", r, '\n');
     return lines;
   }
+  if (kind == "megamoe") {
+    XS_MEGAMOE_FIELDS(X)
+    return lines;
+  }
   if (kind == "attention") {
     XS_ATTENTION_FIELDS(X)
     for (char const* array : {"rows", "kv_rows", "heads"}) {
@@ -45,7 +50,7 @@ std::string plan_fields(std::string kind) {
     return lines;
   }
 #undef X
-  XS_CHECK(false, "xstage.plan_fields: kind: expected workspace, attention, burst or burst_loop, got ", kind);
+  XS_CHECK(false, "xstage.plan_fields: kind: expected workspace, megamoe, attention, burst or burst_loop, got ", kind);
   return lines;
 }
 
