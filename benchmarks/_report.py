@@ -1,0 +1,181 @@
+"""Results of benchmarks: one JSON line per arm of a configuration, with the facts to repeat it.
+
+Every benchmark writes through `ResultWriter`; README tables are generated from these lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import functools
+import json
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One arm of one configuration.
+
+    Attributes
+    ----------
+    op, arm : str
+        E.g. `"megamoe"`, `"interleaved"`.
+    shape : dict
+        The problem, by names that the operator uses.
+    world : int
+        Ranks.
+    us_median, us_p10, us_p90 : float
+        Over `n` iterations, each the maximum over ranks.
+    n : int
+        Iterations; 0 marks a prediction.
+    tflops : float or None
+        Useful arithmetic of one rank over `us_median`.
+    egress_GBps : float or None
+        Bytes that one rank sends across the link (not to itself) over `us_median`.
+    ok : bool or None
+        Compared with the reference in the same run; None where nothing was executed.
+    extra : dict
+        Further numbers, e.g. predictions; flattened into the line.
+    """
+
+    op: str
+    arm: str
+    shape: dict[str, Any]
+    world: int
+    us_median: float
+    us_p10: float
+    us_p90: float
+    n: int
+    tflops: float | None = None
+    egress_GBps: float | None = None
+    ok: bool | None = None
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def predicted(
+        cls, op: str, arm: str, shape: dict[str, Any], world: int, us: float, **more: Any
+    ):
+        """A row that no machine has run: `n` is 0 and `predicted` is true."""
+        extra = {"predicted": True} | more.pop("extra", {})
+        return cls(op, arm, shape, world, us, us, us, 0, extra=extra, **more)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Fields in order, `extra` flattened at the end."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return fields | fields.pop("extra")
+
+
+@functools.cache
+def facts() -> dict[str, Any]:
+    """GPU, driver, torch, clock, date, commit and command of this process."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    driver, clock, power = (
+        _nvidia_smi("driver_version,clocks.sm,power.limit") if gpu else (None,) * 3
+    )
+    return {
+        "gpu": gpu,
+        "driver": driver,
+        "torch": torch.__version__,
+        "clock_mhz": None if clock is None else float(clock),
+        "power_limit_w": None if power is None else float(power),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "command": " ".join(["python", *(_relative(word) for word in sys.argv)]),
+    }
+
+
+@functools.cache
+def commit() -> str | None:
+    """Short hash of the checkout, with `+` when tracked files differ; None outside of git."""
+    try:
+        head = _git("rev-parse", "--short=12", "HEAD")
+        dirty = _git("status", "--porcelain", "--untracked-files=no", "--", "csrc", "xstage_ext")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head + ("+" if dirty else "")
+
+
+class ResultWriter:
+    """Appends rows to a JSON-lines file, each with the facts, flushed at once.
+
+    Parameters
+    ----------
+    path : str or path
+        File; relative names lie under benchmarks/results/.
+    append : bool
+        Keep what is there (for resumed and split runs).
+    """
+
+    def __init__(self, path: str | pathlib.Path, append: bool = False) -> None:
+        self.path = RESULTS / path
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if not append:
+            self.path.write_text("", encoding="utf-8")
+
+    def write(self, row: Row) -> None:
+        """Write one line."""
+        line = json.dumps(row.as_dict() | facts())
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
+def read(path: str | pathlib.Path) -> Iterator[dict[str, Any]]:
+    """Rows of a file; a torn last line (a killed run) is skipped."""
+    file = RESULTS / path
+    if not file.is_file():
+        return
+    for line in file.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            yield json.loads(line)
+
+
+def line(row: Row) -> str:
+    """One row as text, with units."""
+    shape = " ".join(f"{name}={value}" for name, value in row.shape.items())
+    spread = f"[{row.us_p10:.1f} {row.us_p90:.1f}] n={row.n}" if row.n else "predicted"
+    parts = [f"{row.op} {shape}", row.arm, f"{row.us_median:.1f} us {spread}"]
+    if row.tflops is not None:
+        parts.append(f"{row.tflops:.0f} TFLOP/s")
+    if row.egress_GBps is not None:
+        parts.append(f"out {row.egress_GBps:.0f} GB/s")
+    if row.ok is not None:
+        parts.append("ok" if row.ok else "WRONG")
+    return " | ".join(parts)
+
+
+def _git(*arguments: str) -> str:
+    result = subprocess.run(
+        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return result.stdout.strip()
+
+
+def _nvidia_smi() -> tuple[str | None, str | None, str | None]:
+    """Driver, SM clock now and power limit of the current device; by UUID, since
+    CUDA_VISIBLE_DEVICES renumbers."""
+    uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+    query = "--query-gpu=driver_version,clocks.sm,power.limit"
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits", "-i", f"GPU-{uuid}"]
+    try:
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        driver, clock, power = (part.strip() for part in text.strip().split(","))
+        return driver, clock, power
+    except (OSError, ValueError, subprocess.CalledProcessError):
+        return None, None, None
+
+
+def _relative(word: str) -> str:
+    path = pathlib.Path(word)
+    if path.is_absolute() and path.is_relative_to(ROOT):
+        return str(path.relative_to(ROOT))
+    return word if not path.is_absolute() else path.name
