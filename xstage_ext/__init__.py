@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from . import _binary
+from .version import __version__ as __version__
 
 _binary.load()
-
-__version__ = "0.1.0"
