@@ -1,0 +1,67 @@
+"""The plan of a megamoe call: the fields of csrc/megamoe/plan.h."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from . import wire
+
+SCHEDULES = ("wave", "interleaved")
+STORES = ("st", "bulk", "paced")
+COMBINES = ("end", "early")
+WEIGHT_LAYOUTS = ("gate_up", "up_gate", "interleaved")
+
+
+@dataclasses.dataclass(frozen=True)
+class MegaMoePlan:
+    """Integers only; `torch.ops.xstage.plan_fields("megamoe")` says what each means."""
+
+    world: int
+    num_experts: int
+    topk: int
+    hidden: int
+    intermediate: int
+    max_tokens: int
+    block_m: int = 128
+    block_n: int = 256
+    cluster_size: int = 2
+    num_sms: int = 132
+    schedule: int = 1
+    group_blocks: int = 8
+    lead_blocks: int = 16
+    wave_blocks: int = 64
+    mix: int = 1
+    x_ring_blocks: int = 64
+    h_ring_blocks: int = 64
+    store: int = 2
+    slice_rows: int = 4
+    combine: int = 0
+    weight_layout: int = 0
+
+    @property
+    def experts_per_rank(self) -> int:
+        """Experts whose weights one rank holds."""
+        return self.num_experts // self.world
+
+    @property
+    def linear1_tiles(self) -> int:
+        """Column tiles of Linear-1; each makes block_n / 2 columns of the activation."""
+        return -(-self.intermediate // (self.block_n // 2))
+
+    @property
+    def linear2_tiles(self) -> int:
+        """Column tiles of Linear-2."""
+        return -(-self.hidden // self.block_n)
+
+    def words(self) -> list[int]:
+        """The wire message, the `plan` argument of the ops."""
+        return wire.pack("megamoe", self)
+
+    def bytes(self) -> int:
+        """Bytes of a rank's region of the workspace."""
+        return int(torch.ops.xstage.megamoe_workspace_bytes(self.words()))
+
+
+wire.verify("megamoe", MegaMoePlan)

@@ -1,0 +1,68 @@
+"""Wire messages: how plans travel to C++ (csrc/common/wire.h).
+
+    [magic, kind, version, n, field_0, ..., field_{n-1}]
+
+C++ owns the field lists. A Python plan is a frozen dataclass of integers whose fields have the same
+names in the same order; `verify` compares the two when the package is imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from typing import Any
+
+from .. import _binary
+from ..errors import BinaryError, PlanError
+
+MAGIC = 0x58535447
+VERSION = 1
+KINDS = {"megamoe": 1, "attention": 2, "workspace": 3, "burst": 4, "burst_loop": 5}
+
+
+def verify(kind: str, plan: type[Any]) -> None:
+    """Compare a plan dataclass with the field list of the binary.
+
+    Raises
+    ------
+    BinaryError
+        Names the fields that differ.
+    """
+    ours = [field.name for field in dataclasses.fields(plan)]
+    theirs = [name for name, *_ in _binary.wire_fields(kind)]
+    if ours != theirs:
+        differ = [f"{a} != {b}" for a, b in zip(ours, theirs, strict=False) if a != b]
+        differ += ours[len(theirs) :] + theirs[len(ours) :]
+        raise BinaryError(
+            f"xstage: {kind} plan: the Python package and the binary differ in: "
+            f"{', '.join(differ)}; reinstall xstage_ext"
+        )
+
+
+def pack(kind: str, plan: Any) -> list[int]:
+    """The wire message of a plan.
+
+    Raises
+    ------
+    PlanError
+        A field is out of the range that the binary accepts; the text names it.
+    """
+    words = [int(getattr(plan, field.name)) for field in dataclasses.fields(plan)]
+    for (name, low, high, meaning), value in zip(_binary.wire_fields(kind), words, strict=True):
+        if not low <= value <= high:
+            raise PlanError(
+                f"xstage: {kind} plan: {name}: expected {low} to {high} ({meaning}), got {value}"
+            )
+    return [MAGIC, KINDS[kind], VERSION, len(words), *words]
+
+
+def digest(*parts: object) -> int:
+    """63 bits that ranks compare to make sure that they mean the same call.
+
+    Parameters
+    ----------
+    *parts
+        Anything whose `repr` says what it is: integers, floats, strings, lists of these.
+    """
+    data = repr(parts).encode()
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], "little") >> 1
