@@ -17,6 +17,17 @@ STABLE_TORCH_LIBRARY(xstage, m) {
       "-> (Tensor, Tensor)");
   m.def("burst_loop(Tensor a, Tensor b, int[] plan, int[] workspace) -> (Tensor, Tensor)");
 
+  // Every rank pushes payload [...] to every rank: [world, ...]. With slots > 0 the result lies in a
+  // slot of the region's ring (csrc/common/slots.h), else it is a copy. The smallest operator that
+  // uses the whole protocol of a call.
+  m.def("handshake(Tensor payload, int[] workspace, int slots=0) -> Tensor");
+  m.def("handshake_virtual(Tensor[] payloads, int[] workspaces, int slots=0) -> Tensor[]");
+  m.def("handshake_region_bytes(int world, int row_bytes, int slots=0) -> int");
+
+  // Tells all peers, in stream order, that this rank takes no further part (Failure in
+  // csrc/common/workspace.h). `block` is this rank's memory; it selects the device.
+  m.def("workspace_announce(Tensor block, int failure, int[] workspace) -> ()");
+
   // Facts about this binary.
   m.def("plan_fields(str kind) -> str");
   m.def("phase_names() -> str");
@@ -55,6 +66,10 @@ STABLE_TORCH_LIBRARY(xstage, m) {
   m.def(
       "fa4_a2a_virtual(Tensor[] q, Tensor[] k, Tensor[] v, Tensor? key_segments, float? scale, "
       "bool causal, bool want_lse, int[] plan, int[] workspaces) -> (Tensor[], Tensor[])");
+
+  // Starts a new book of output slots for an operator instance; all ranks, before its first call.
+  // `region` is this rank's region, and picks the device. Returns the slots that a book can have.
+  m.def("ring_reset(Tensor region, int[] workspace) -> int");
 
   // Facts for Python and tests: the schedule's tiles in order, int32 [tiles, 6] = (batch, head,
   // owner, owner_row, row, num_rows); bytes of a region for one call of these shapes.

@@ -44,7 +44,7 @@ inline bool aborted(Workspace const& workspace) {
 
 inline void record_fault(Workspace const& workspace, RecordSlot slot, WaitSite site, FaultKind kind,
                          uint64_t seen, uint64_t waited_ns) {
-  if (workspace.fault == 0) return;
+  if (workspace.host_page == 0) return;
   uint32_t* const claim = &workspace.control(workspace.rank)->recorded[slot];
   if (__atomic_exchange_n(claim, 1u, __ATOMIC_ACQ_REL) != 0) return;
   FaultRecord* const record = workspace.fault_record(slot);

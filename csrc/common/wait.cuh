@@ -22,7 +22,7 @@ __device__ __forceinline__ bool aborted(Workspace const& workspace) {
 static __device__ __noinline__ void record_fault(Workspace const& workspace, RecordSlot slot,
                                                  WaitSite site, FaultKind kind, uint64_t seen,
                                                  uint64_t waited_ns) {
-  if (workspace.fault == 0) return;
+  if (workspace.host_page == 0) return;
   if (atomicExch(&workspace.control(workspace.rank)->recorded[slot], 1u) != 0) return;
   FaultRecord* const record = workspace.fault_record(slot);
   record->phase = static_cast<uint32_t>(site.phase);

@@ -83,6 +83,22 @@ XS_HD int failed_rank(uint64_t failed, int src_rank) {
   return -1;
 }
 
+// Host memory beside a block, one page per rank (mapped into the device on CUDA): what kernels tell
+// the host, and what the host remembers of each instance's output slots (slots.h).
+struct HostChannel {
+  uint64_t eager_calls;     // slots taken by eager calls
+  uint64_t captured_calls;  // slots taken by calls in a CUDA graph capture
+  uint32_t held;            // bit s: a live result lies in slot s
+  uint32_t captured;        // non-zero: a call of this instance was captured
+  uint64_t pad;
+};
+
+struct alignas(64) HostPage {
+  FaultRecord records[kNumRecords];
+  HostChannel channels[kMaxChannels];
+};
+static_assert(sizeof(HostPage) == 1152, "Python allocates and reads this page by offset");
+
 enum class MemoryKind : int64_t { kCpu = 0, kCuda = 1 };
 
 // Fields of the descriptor, in order. `bases` follows: kMaxRanks addresses, zero beyond world.
@@ -94,7 +110,7 @@ enum class MemoryKind : int64_t { kCpu = 0, kCuda = 1 };
   X(channel, 0, kMaxChannels - 1, "operator instance")                                       \
   X(region_offset, 0, int64_t{1} << 46, "where the instance's region starts in every block") \
   X(region_bytes, 0, int64_t{1} << 46, "size of that region")                                \
-  X(fault, 0, INT64_MAX, "address of this rank's FaultRecord[2]")                            \
+  X(host_page, 0, INT64_MAX, "address of this rank's HostPage")                              \
   X(digest, INT64_MIN, INT64_MAX, "digest of plan and shapes, equal on every rank")
 
 // The descriptor after reading; travels to kernels by value.
@@ -114,7 +130,10 @@ struct Workspace {
     return reinterpret_cast<T*>(bases[of_rank] + region_offset + offset);
   }
   XS_HD FaultRecord* fault_record(RecordSlot slot) const {
-    return reinterpret_cast<FaultRecord*>(fault) + slot;
+    return &reinterpret_cast<HostPage*>(host_page)->records[slot];
+  }
+  HostChannel* host_channel() const {
+    return &reinterpret_cast<HostPage*>(host_page)->channels[channel];
   }
   XS_HD uint64_t signal(uint64_t epoch) const {
     return signal_word(epoch, static_cast<uint64_t>(digest));
@@ -144,6 +163,35 @@ inline Workspace read_workspace(std::vector<int64_t> const& words) {
   XS_CHECK(workspace.rank < workspace.world, "xstage: workspace: rank ", workspace.rank,
            " in a group of ", workspace.world);
   return workspace;
+}
+
+inline Failure read_failure(int64_t value) {
+  XS_CHECK(value >= static_cast<int64_t>(Failure::kRefused) &&
+               value <= static_cast<int64_t>(Failure::kClosed),
+           "xstage: failure: expected 1 to 3, got ", value);
+  return static_cast<Failure>(value);
+}
+
+inline void check_memory(char const* op, Workspace const& workspace, MemoryKind expected) {
+  XS_CHECK(workspace.memory == static_cast<int64_t>(expected), "xstage.", op,
+           ": workspace: expected ", expected == MemoryKind::kCuda ? "CUDA" : "CPU",
+           " memory like the tensors, got ", workspace.memory != 0 ? "CUDA" : "CPU", " memory");
+}
+
+inline void check_region(char const* op, Workspace const& workspace, int64_t needed_bytes) {
+  XS_CHECK(workspace.region_bytes >= needed_bytes, "xstage.", op, ": workspace: this call needs ",
+           needed_bytes, " bytes of its channel's region, which has ", workspace.region_bytes,
+           "; reserve a larger channel");
+}
+
+// Mixes a fact of the call (a shape, a dtype) into the digest that rides in its signal, so that
+// ranks that differ in it find out.
+inline void mix_digest(Workspace& workspace, int64_t fact) {
+  uint64_t x =
+      static_cast<uint64_t>(workspace.digest) * 0x9e3779b97f4a7c15u ^ static_cast<uint64_t>(fact);
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  workspace.digest = static_cast<int64_t>(x ^ (x >> 31));
 }
 
 // Reads the descriptors of all virtual ranks, one message after another, in rank order.
