@@ -67,10 +67,6 @@ STABLE_TORCH_LIBRARY(xstage, m) {
       "fa4_a2a_virtual(Tensor[] q, Tensor[] k, Tensor[] v, Tensor? key_segments, float? scale, "
       "bool causal, bool want_lse, int[] plan, int[] workspaces) -> (Tensor[], Tensor[])");
 
-  // Starts a new book of output slots for an operator instance; all ranks, before its first call.
-  // `region` is this rank's region, and picks the device. Returns the slots that a book can have.
-  m.def("ring_reset(Tensor region, int[] workspace) -> int");
-
   // Facts for Python and tests: the schedule's tiles in order, int32 [tiles, 6] = (batch, head,
   // owner, owner_row, row, num_rows); bytes of a region for one call of these shapes.
   m.def("attention_tiles(int[] plan, int rank, int batch, int block_m) -> Tensor");
@@ -109,6 +105,13 @@ STABLE_TORCH_LIBRARY(xstage, m) {
   m.def("megamoe_tiles(int[] plan, int[] counts) -> Tensor");
   m.def("megamoe_deal(int[] plan, int[] counts) -> Tensor");
   m.def("megamoe_row_sources(int[] counts, int first_source) -> Tensor");
+  // Predicts a call of one rank by its schedule and the Burst-Gap law (csrc/megamoe/simulation.h).
+  // counts: rows by [source, local expert]; machine float64 [fields of megamoe_simulation_fields];
+  // rates float64 [num_sms + 1], GB/s by SMs that store. Results: summary, workers, link, tiles.
+  m.def(
+      "megamoe_simulate(int[] plan, int[] counts, int rank, Tensor machine, Tensor rates, "
+      "bool trace) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def("megamoe_simulation_fields() -> str");
   // What _cuda_sm90 was compiled for, one line per kernel: "block_m block_n cluster_size store".
   m.def("megamoe_instances() -> str");
 }

@@ -143,38 +143,12 @@ inline void check_against_plan(char const* op, AttentionProblem const& problem,
            layout.kv_rows.total(), " rows by the plan, got ", problem.num_keys);
 }
 
-// Everything that ranks must agree on in a call, folded into one word.
-class Digest {
- public:
-  Digest& add(int64_t word) {
-    for (int byte = 0; byte < 8; ++byte) {
-      state_ = (state_ ^ ((static_cast<uint64_t>(word) >> (8 * byte)) & 0xff)) * 0x100000001b3u;
-    }
-    return *this;
-  }
-  Digest& add(std::vector<int64_t> const& words) {
-    for (int64_t word : words) add(word);
-    return *this;
-  }
-  int64_t value() const { return static_cast<int64_t>(state_); }
-
- private:
-  uint64_t state_ = 0xcbf29ce484222325u;
-};
-
-inline int64_t attention_digest(AttentionProblem const& problem, std::vector<int64_t> const& plan,
-                                int slot) {
+// What ranks must agree on beside the plan.
+inline std::vector<int64_t> agreed_facts(AttentionProblem const& problem) {
   int32_t scale_bits;
   std::memcpy(&scale_bits, &problem.scale, sizeof(scale_bits));
-  return Digest()
-      .add(plan)
-      .add(problem.batch)
-      .add(problem.head_dim)
-      .add(static_cast<int64_t>(problem.dtype))
-      .add(scale_bits)
-      .add(problem.causal)
-      .add(slot)
-      .value();
+  return {problem.batch, problem.head_dim, static_cast<int64_t>(problem.dtype), scale_bits,
+          problem.causal};
 }
 
 }  // namespace xstage
