@@ -81,9 +81,9 @@ def outer_package_dir(name: str) -> pathlib.Path | None:
     if found is not None:
         return found
     probe = (
-        "import importlib.util as u; s = u.find_spec({0!r}); "
+        f"import importlib.util as u; s = u.find_spec({name!r}); "
         "print(next(iter(s.submodule_search_locations)) if s else '')"
-    ).format(name)
+    )
     clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONNOUSERSITE")}
     answer = subprocess.run(
         [sys.executable, "-c", probe], env=clean, cwd="/", capture_output=True, text=True
@@ -209,7 +209,7 @@ def decide_kernels(machine: Machine) -> tuple[bool, tuple[str, ...]]:
         )
     if version_pair(machine.nvcc_version) < (12, 4):
         raise BuildError(
-            f"nvcc {machine.nvcc_version} is too old for the sm_90a kernels; CUDA 12.4 is the oldest"
+            f"nvcc {machine.nvcc_version} is too old for sm_90a kernels; CUDA 12.4 is the oldest"
         )
     return True, ()
 
