@@ -41,8 +41,8 @@ inline CUtensorMap encode_bf16_map(void* base, int rank, uint64_t const* dims,
       box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   XS_CHECK(status == CUDA_SUCCESS, "xstage: cuTensorMapEncodeTiled refused (CUresult ",
-           static_cast<int>(status), "): rank ", rank, ", dims ", dims[0], " x ", dims[1],
-           ", box ", box[0], " x ", box[1], ", row stride ", strides_bytes[0],
+           static_cast<int>(status), "): rank ", rank, ", dims ", dims[0], " x ", dims[1], ", box ",
+           box[0], " x ", box[1], ", row stride ", strides_bytes[0],
            " bytes (multiples of 16 below 2^40; boxes up to 256; base aligned to 16)");
   return map;
 }

@@ -1,0 +1,425 @@
+// The burst microbenchmark: K blocks send B bytes each, pause G, and send again.
+//
+// Computes   nothing; bytes are a pattern of (seed, producer, position), so that tests can check
+//            that what was timed really arrived.
+// Sends      per burst `bytes` of every producer, as rows of `chunk_bytes`, to one destination per
+//            producer, by 16-byte stores, bulk copies, tensor stores, or as reads of the peer.
+// Roles      8 warps of one block per SM. kSt and kPull use all threads, the others one thread.
+// Stamps     int32 clock cycles since the block's origin, four per burst:
+//              begin   before the first store
+//              issued  all stores handed over: the last STG issued, or the last copy committed
+//              free    the source may be reused: = issued for kSt, wait_group.read for copies
+//              done    fence only: everything visible; else = free
+//            Earliest begin and latest end over the warps. The clock is read by volatile asm, and
+//            tests check in SASS that the reads stand around the stores.
+// Global     BurstControl.started[r]   written by rank r with release.sys, read by all (start)
+// protocol   BurstControl.barrier      relaxed adds of this rank's blocks, cleared by the launcher
+//            BurstControl.go_ns        block 0 before the first barrier, read by all behind it
+// Requires   all blocks resident (cooperative launch); checked by the launcher.
+// Cost       about 0.1 us between bursts for the stamps, part of the recorded gap.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "burst/plan.h"
+#include "common/ptx.cuh"
+#include "common/wait.cuh"
+
+namespace xstage {
+
+constexpr int kBurstWarps = 8;
+constexpr int kBurstThreads = kBurstWarps * 32;
+constexpr int kPassBytes = kBurstThreads * 16;  // all threads once
+constexpr int kSlabBytes = 64 * 1024;           // source of copies; longer bursts read it again
+constexpr int kSlabWords = kSlabBytes / 16;     // the pattern repeats after so many 16-byte words
+constexpr int kMaxGaps = 1024;
+constexpr int kHeadWords = 8;  // int64 facts per block: see BurstHead
+
+// Facts of one block, in this order in the operator's first result.
+struct BurstHead {
+  int64_t sm;
+  int64_t origin_ns;     // globaltimer at the block's clock origin
+  int64_t end_ns;        // globaltimer when everything was visible
+  int64_t origin_clock;  // SM clock at the origin
+  int64_t end_clock;
+  int64_t bursts;        // issued, also those beyond max_bursts
+  int64_t drain_cycles;  // from the end of the last burst until everything was visible
+  int64_t completed;     // 1: ran to its end; 0: a wait gave up
+};
+static_assert(sizeof(BurstHead) == kHeadWords * 8, "Python reads the words by position");
+
+struct BurstParams {
+  Workspace workspace;
+  BurstPlan plan;
+  int32_t const* gap_cycles;  // [gap_rows, num_gaps]
+  int32_t const* delays;      // shadow only: [num_delays]
+  BurstHead* heads;           // [blocks]
+  int4* stamps;               // [blocks, max_bursts]
+  char* scratch;              // shadow only: local memory that the probe reads
+  int gap_rows;
+  int num_gaps;
+  int num_delays;
+  CUtensorMap probe_map;        // shadow only: the scratch as a tensor
+  CUtensorMap maps[kMaxRanks];  // tensor stores: the landing area on each rank
+};
+
+__device__ __forceinline__ int64_t clock_now() {
+  int64_t t;
+  asm volatile("mov.u64 %0, %%clock64;" : "=l"(t)::"memory");
+  return t;
+}
+
+__device__ __forceinline__ void store_16(void* p, uint4 v) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
+}
+__device__ __forceinline__ uint4 load_16(void const* p) {
+  uint4 v;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ void tensor_store_2d(CUtensorMap const* map, void const* shared, int x,
+                                                int y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
+      "r"(smem_address(shared)), "r"(x), "r"(y)
+      : "memory");
+}
+
+// What 16 bytes at `position` of a producer's burst hold.
+__device__ __forceinline__ uint4 pattern_16(BurstPlan const& plan, int producer,
+                                            uint32_t position) {
+  return {static_cast<uint32_t>(plan.seed), static_cast<uint32_t>(producer), position,
+          position ^ 0x5bd1e995u};
+}
+
+// The rank that a producer sends to: the k-th set bit of the mask, cyclically.
+__device__ __forceinline__ int destination_of(uint32_t mask, int producer) {
+  int const nth = producer % __popc(mask);
+  for (int i = 0; i < nth; ++i) mask &= mask - 1;
+  return __ffs(mask) - 1;
+}
+
+// Start of the area on `dst_rank` where bytes of this rank land.
+__device__ __forceinline__ char* landing_area(Workspace const& workspace, int dst_rank) {
+  int64_t const area = landing_area_bytes(workspace.region_bytes, workspace.world);
+  return workspace.region(dst_rank, kBurstControlBytes + workspace.rank * area);
+}
+
+// One rendezvous of all blocks of this launch. Relaxed on purpose: a fence here would wait for the
+// bursts that are to be measured. One thread per block calls it.
+__device__ __forceinline__ bool meet_relaxed(Workspace const& workspace, uint64_t expected) {
+  uint64_t* const barrier = &workspace.region<BurstControl>(workspace.rank)->barrier;
+  red_add_relaxed_gpu(barrier, 1);
+  WaitSite const site{Phase::kBurstBarrier, -1, 0, expected};
+  return wait_until(workspace, site, [&] { return ld_relaxed_gpu(barrier); });
+}
+
+// Waits until every rank has begun this call. Block 0 alone; advances this rank's call count.
+__device__ __forceinline__ bool join_ranks(Workspace const& workspace) {
+  Channel* const own = workspace.channel_of(workspace.rank);
+  uint64_t const epoch = own->calls + 1;
+  own->calls = epoch;
+  for (int r = 0; r < workspace.world; ++r) {
+    st_release_sys(&workspace.region<BurstControl>(r)->started[workspace.rank], epoch);
+  }
+  for (int r = 0; r < workspace.world; ++r) {
+    uint64_t const* const started = &workspace.region<BurstControl>(workspace.rank)->started[r];
+    WaitSite const site{Phase::kBurstBarrier, r, epoch, epoch};
+    if (!wait_until(workspace, site, [&] { return ld_acquire_sys(started); })) return false;
+  }
+  return true;
+}
+
+// The block's place in time, set once all blocks and ranks are there.
+struct Origin {
+  int64_t clock;     // stamps count from here
+  int64_t clock_ns;  // globaltimer at `clock`
+  int64_t go_clock;  // the first burst may begin
+};
+
+// Joins the ranks, meets all blocks, and finds the common start on this SM's clock. The start lies
+// 8 us ahead, so that every block has left the barrier by then. One thread per block.
+__device__ __forceinline__ bool begin_together(Workspace const& workspace, bool join,
+                                               uint32_t num_blocks, Origin& origin) {
+  BurstControl* const control = workspace.region<BurstControl>(workspace.rank);
+  if (blockIdx.x == 0) {
+    if (join && !join_ranks(workspace)) return false;
+    st_relaxed_sys(&control->go_ns, global_timer_ns() + 8000);
+    fence_acq_rel_gpu();
+  }
+  if (!meet_relaxed(workspace, num_blocks)) return false;
+  fence_acq_rel_gpu();
+  uint64_t const go_ns = ld_relaxed_sys(&control->go_ns);
+  // The timer ticks coarsely: pair clock and timer at a tick, and measure the clock's rate to it.
+  uint64_t const before = global_timer_ns();
+  uint64_t first = before, second;
+  while (first == before) first = global_timer_ns();
+  int64_t const first_clock = clock_now();
+  do {
+    second = global_timer_ns();
+  } while (second < first + 1500);
+  int64_t const second_clock = clock_now();
+  int64_t const ahead_ns = static_cast<int64_t>(go_ns) - static_cast<int64_t>(first);
+  int64_t const ahead =
+      ahead_ns * (second_clock - first_clock) / static_cast<int64_t>(second - first);
+  origin = {first_clock, static_cast<int64_t>(first), first_clock + ahead};
+  return true;
+}
+
+__device__ __forceinline__ void spin_until(int64_t clock) {
+  while (clock_now() < clock) {
+  }
+}
+
+// Shared memory of burst_kernel and shadow_kernel; stamps and gaps follow it.
+struct BurstShared {
+  alignas(1024) char slab[kSlabBytes];
+  int64_t warp_begin[2][kBurstWarps];
+  int64_t warp_issued[2][kBurstWarps];
+  int64_t warp_done[2][kBurstWarps];
+  int64_t copy_free[2];  // copies only: the issuing thread saw its source free
+  Origin origin;
+  int64_t turn;  // when the next burst begins
+  int go_on;
+};
+
+// Fills the slab with the pattern that copies send.
+__device__ __forceinline__ void fill_slab(BurstPlan const& plan, BurstShared& shared,
+                                          int producer) {
+  for (uint32_t i = threadIdx.x; i < kSlabWords; i += blockDim.x) {
+    reinterpret_cast<uint4*>(shared.slab)[i] = pattern_16(plan, producer, i);
+  }
+  fence_proxy_async_shared();
+}
+
+// Where the threads of a block store: every pass covers kPassBytes of whole or partial rows.
+struct StorePath {
+  char* first;  // this thread's address in pass 0 of slot 0
+  int64_t pass_stride;
+  int passes;  // of this thread
+};
+
+__device__ __forceinline__ StorePath store_path(BurstParams const& params, int producer) {
+  BurstPlan const& plan = params.plan;
+  int const dst_rank = destination_of(static_cast<uint32_t>(plan.destinations), producer);
+  int64_t const at = int64_t{threadIdx.x} * 16;
+  StorePath path;
+  path.first = landing_area(params.workspace, dst_rank) + producer * plan.producer_stride +
+               at / plan.chunk_bytes * plan.row_stride + at % plan.chunk_bytes;
+  path.pass_stride =
+      plan.chunk_bytes >= kPassBytes ? kPassBytes : kPassBytes / plan.chunk_bytes * plan.row_stride;
+  path.passes = static_cast<int>((plan.bytes - at + kPassBytes - 1) / kPassBytes);
+  return path;
+}
+
+// Issue functions. Every one returns when the last store has been handed over.
+
+__device__ __forceinline__ void issue_stores(BurstPlan const& plan, StorePath const& path, int slot,
+                                             int producer) {
+  char* p = path.first + slot * plan.slot_stride;
+#pragma unroll 4
+  for (int pass = 0; pass < path.passes; ++pass, p += path.pass_stride) {
+    store_16(p, pattern_16(plan, producer, (pass * kBurstThreads + threadIdx.x) % kSlabWords));
+  }
+}
+
+__device__ __forceinline__ uint32_t issue_reads(BurstPlan const& plan, StorePath const& path,
+                                                int slot) {
+  char const* p = path.first + slot * plan.slot_stride;
+  uint32_t sum = 0;
+#pragma unroll 8
+  for (int pass = 0; pass < path.passes; ++pass, p += path.pass_stride) {
+    uint4 const v = load_16(p);
+    sum ^= v.x ^ v.y ^ v.z ^ v.w;
+  }
+  return sum;
+}
+
+__device__ __forceinline__ void issue_bulk(BurstParams const& params, BurstShared const& shared,
+                                           char* base, int slot) {
+  BurstPlan const& plan = params.plan;
+  char* p = base + slot * plan.slot_stride;
+  uint32_t const chunk = static_cast<uint32_t>(plan.chunk_bytes);
+  uint32_t source = 0;
+  for (int64_t row = 0; row < plan.rows(); ++row, p += plan.row_stride) {
+    bulk_store(p, shared.slab + source, chunk);
+    source += chunk;
+    if (source >= kSlabBytes) source = 0;
+  }
+  bulk_commit();
+}
+
+__device__ __forceinline__ void issue_tensor(BurstParams const& params, BurstShared const& shared,
+                                             int dst_rank, int slot, int producer) {
+  BurstPlan const& plan = params.plan;
+  int const box_rows = static_cast<int>(plan.box_rows());
+  uint32_t const box_bytes = static_cast<uint32_t>(box_rows * plan.chunk_bytes);
+  int y = static_cast<int>((producer * plan.producer_stride + slot * plan.slot_stride) /
+                           plan.row_stride);
+  uint32_t source = 0;
+  for (int64_t sent = 0; sent < plan.bytes; sent += box_bytes, y += box_rows) {
+    tensor_store_2d(&params.maps[dst_rank], shared.slab + source, 0, y);
+    source += box_bytes;
+    if (source >= kSlabBytes) source = 0;
+  }
+  bulk_commit();
+}
+
+// One burst of this block, with each warp's stamps in `shared`. All kBurstThreads call it.
+template <Mechanism kMechanism>
+__device__ __forceinline__ void burst_once(BurstParams const& params, BurstShared& shared,
+                                           StorePath const& path, int dst_rank, int slot,
+                                           int parity) {
+  BurstPlan const& plan = params.plan;
+  int const producer = blockIdx.x;
+  int64_t begin, issued, done;
+  if constexpr (kMechanism == Mechanism::kSt || kMechanism == Mechanism::kPull) {
+    begin = clock_now();
+    if constexpr (kMechanism == Mechanism::kSt) {
+      issue_stores(plan, path, slot, producer);
+    } else {
+      // Storing the sum to shared memory makes the clock below wait for every load.
+      uint32_t const sum = issue_reads(plan, path, slot);
+      *reinterpret_cast<uint32_t volatile*>(shared.slab + threadIdx.x * 4) = sum;
+    }
+    issued = clock_now();
+    if (plan.fence) fence_acq_rel_sys();
+    done = clock_now();
+    if (threadIdx.x % 32 == 0) {
+      int const warp = threadIdx.x / 32;
+      shared.warp_begin[parity][warp] = begin;
+      shared.warp_issued[parity][warp] = issued;
+      shared.warp_done[parity][warp] = done;
+    }
+  } else if (threadIdx.x == 0) {
+    begin = clock_now();
+    if (plan.late_wait) bulk_wait_read<0>();
+    if constexpr (kMechanism == Mechanism::kBulk) {
+      issue_bulk(params, shared, path.first, slot);
+    } else {
+      issue_tensor(params, shared, dst_rank, slot, producer);
+    }
+    issued = clock_now();
+    if (!plan.late_wait) bulk_wait_read<0>();
+    int64_t const free = clock_now();
+    if (plan.fence) bulk_wait<0>();
+    done = clock_now();
+    shared.warp_begin[parity][0] = begin;
+    shared.copy_free[parity] = free;
+    shared.warp_issued[parity][0] = issued;
+    shared.warp_done[parity][0] = done;
+  }
+}
+
+// Reduces the stamps of the block, behind a block barrier. Thread 0; returns the end of the burst.
+template <Mechanism kMechanism>
+__device__ __forceinline__ int4 collect_stamps(BurstShared const& shared, int parity) {
+  int64_t begin = shared.warp_begin[parity][0];
+  int64_t issued = shared.warp_issued[parity][0];
+  int64_t done = shared.warp_done[parity][0];
+  int64_t free = shared.copy_free[parity];
+  if constexpr (kMechanism == Mechanism::kSt || kMechanism == Mechanism::kPull) {
+    for (int w = 1; w < kBurstWarps; ++w) {
+      begin = min_of(begin, shared.warp_begin[parity][w]);
+      issued = max_of(issued, shared.warp_issued[parity][w]);
+      done = max_of(done, shared.warp_done[parity][w]);
+    }
+    free = issued;
+  }
+  int64_t const origin = shared.origin.clock;
+  return {static_cast<int>(begin - origin), static_cast<int>(issued - origin),
+          static_cast<int>(free - origin), static_cast<int>(done - origin)};
+}
+
+// Waits for the turn of burst n. Thread 0; false when a wait gave up.
+__device__ __forceinline__ bool wait_for_turn(BurstParams const& params, BurstShared& shared,
+                                              int64_t n, int64_t turn) {
+  Sync const sync = static_cast<Sync>(params.plan.sync);
+  if (sync == Sync::kBarrier) {
+    // Meeting 0 was the common start.
+    return meet_relaxed(params.workspace, (n + 2) * gridDim.x);
+  }
+  spin_until(turn);
+  return true;
+}
+
+template <Mechanism kMechanism>
+__global__ void __launch_bounds__(kBurstThreads)
+    burst_kernel(const __grid_constant__ BurstParams params) {
+  extern __shared__ __align__(1024) char memory[];
+  BurstShared& shared = *reinterpret_cast<BurstShared*>(memory);
+  BurstPlan const& plan = params.plan;
+  int4* const stamps = reinterpret_cast<int4*>(memory + sizeof(BurstShared));  // (max_bursts)
+  int32_t* const gaps = reinterpret_cast<int32_t*>(stamps + plan.max_bursts);  // (num_gaps)
+  int const producer = blockIdx.x;
+  int const dst_rank = destination_of(static_cast<uint32_t>(plan.destinations), producer);
+
+  StorePath path = store_path(params, producer);
+  if constexpr (kMechanism == Mechanism::kBulk || kMechanism == Mechanism::kTma) {
+    path.first = landing_area(params.workspace, dst_rank) + producer * plan.producer_stride;
+    fill_slab(plan, shared, producer);
+  }
+  for (int i = threadIdx.x; i < params.num_gaps; i += kBurstThreads) {
+    gaps[i] = params.gap_cycles[producer % params.gap_rows * params.num_gaps + i];
+  }
+  if (threadIdx.x == 0) {
+    shared.go_on = begin_together(params.workspace, plan.join, gridDim.x, shared.origin) &&
+                   plan.producers != 0;
+    shared.turn = shared.origin.go_clock;
+  }
+  __syncthreads();
+
+  int64_t const stop = plan.window_cycles != 0 ? shared.origin.go_clock + plan.window_cycles : 0;
+  int64_t n = 0;
+  int64_t end = shared.origin.go_clock;
+  bool const ran = shared.go_on;
+  while (shared.go_on) {
+    if (threadIdx.x == 0 && !wait_for_turn(params, shared, n, shared.turn)) shared.go_on = 0;
+    __syncthreads();
+    burst_once<kMechanism>(params, shared, path, dst_rank, static_cast<int>(n % plan.slots), n & 1);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      int4 const stamp = collect_stamps<kMechanism>(shared, n & 1);
+      if (n < plan.max_bursts) stamps[n] = stamp;
+      int32_t const gap = gaps[n % params.num_gaps];
+      end = shared.origin.clock + stamp.w;
+      shared.turn = (plan.sync == static_cast<int64_t>(Sync::kTimetable) ? shared.turn : end) + gap;
+      if (plan.sync == static_cast<int64_t>(Sync::kBarrier)) spin_until(shared.turn);
+      bool const more = stop != 0 ? shared.turn < stop : n + 1 < plan.max_bursts;
+      if (!more) shared.go_on = 0;
+    }
+    ++n;
+    __syncthreads();
+  }
+
+  // Everything visible before the block ends; the time it takes is the backlog.
+  if constexpr (kMechanism == Mechanism::kBulk || kMechanism == Mechanism::kTma) {
+    if (threadIdx.x == 0) bulk_wait<0>();
+  }
+  fence_acq_rel_sys();
+  __syncthreads();
+  int64_t const drained = clock_now();
+  int const recorded = static_cast<int>(min_of<int64_t>(n, plan.max_bursts));
+  for (int i = threadIdx.x; i < recorded; i += kBurstThreads) {
+    params.stamps[producer * plan.max_bursts + i] = stamps[i];
+  }
+  if (threadIdx.x == 0) {
+    params.heads[producer] = {sm_index(),
+                              shared.origin.clock_ns,
+                              static_cast<int64_t>(global_timer_ns()),
+                              shared.origin.clock,
+                              clock_now(),
+                              n,
+                              drained - end,
+                              ran && !aborted(params.workspace)};
+  }
+}
+
+}  // namespace xstage
