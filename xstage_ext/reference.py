@@ -1,6 +1,7 @@
 """What a mixture-of-experts layer means: an fp32 reference, and the unfused pipeline.
 
-    y[t] = routed_scaling_factor * sum over k of topk_weights[t, k] * expert_e(x[t]),  e = topk_idx[t, k]
+    y[t] = routed_scaling_factor * sum over k of topk_weights[t, k] * expert_e(x[t])
+    e = topk_idx[t, k]
     expert_e(x) = w2[e] @ (silu(min(gate, clamp)) * clip(up, -clamp, clamp)),
     gate, up = the two halves of w13[e] @ x
 
@@ -97,7 +98,7 @@ def grouped_linear(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tens
     if rows.is_cuda and rows.dtype == torch.bfloat16 and rows.shape[0] > 0:
         ends = counts.cumsum(0).to(torch.int32)
         return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
-    parts = rows.split(counts.tolist())
+    parts = torch.split(rows, counts.tolist())
     results = [part @ weight.T for part, weight in zip(parts, weights, strict=True)]
     return torch.cat(results) if results else rows.new_empty(0, weights.shape[1])
 

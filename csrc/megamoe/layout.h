@@ -50,17 +50,19 @@ constexpr int32_t kNumGridBarriers = 8;
   X(kLinear1Done, plan.max_blocks(), "Linear-1 tiles of each block")                    \
   X(kLinear2Done, plan.max_blocks(), "Linear-2 tiles of each block")
 
-// The regions, in order: X(name, bytes, meaning). A region that needs two banks says 2 *.
+// The regions, in order: X(name, bytes, meaning). A region that needs two banks says 2 *. Those
+// before kCounts must be zero at first, and again after a failed call; the others may hold
+// anything.
 #define XS_MEGAMOE_REGIONS(X)                                                                    \
   X(kDispatchSignals, int64_t{8} * kMaxRanks,                                                    \
     "uint64 [source]: signal word; counts, routes and tokens of that source are in place")       \
   X(kExpertDone, int64_t{8} * plan.num_experts,                                                  \
     "uint64 [expert]: epoch in which this rank's rows of that expert have come back")            \
+  X(kCounters, 2 * counter_bank_bytes(plan), "uint32 [bank][counter]: see XS_MEGAMOE_COUNTERS")  \
   X(kCounts, int64_t{2} * 4 * plan.world * plan.experts_per_rank(),                              \
     "uint32 [bank][source][local expert]: rows that the source sends")                           \
   X(kRoutes, int64_t{2} * 4 * plan.max_rows(),                                                   \
     "uint32 [bank][source][row]: token * topk + slot, by local expert, without gaps")            \
-  X(kCounters, 2 * counter_bank_bytes(plan), "uint32 [bank][counter]: see XS_MEGAMOE_COUNTERS")  \
   X(kOrigins, int64_t{4} * plan.max_blocks() * plan.block_m,                                     \
     "uint32 [block][row]: source << 28 | token * topk + slot")                                   \
   X(kTokens, int64_t{2} * plan.max_tokens * plan.hidden, "bf16 [token][hidden]: x of this rank") \
