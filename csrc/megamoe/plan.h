@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "common/host_device.h"
+#include "common/wire.h"
 
 namespace xstage {
 
@@ -65,13 +66,6 @@ struct MegaMoePlan {
   XS_HD int32_t min_x_ring_blocks() const { return group_blocks; }
 };
 
-}  // namespace xstage
-
-#if !defined(__CUDA_ARCH__)
-#include "common/wire.h"
-
-namespace xstage {
-
 constexpr int64_t kNumMegaMoeFields = []() constexpr {
   int64_t count = 0;
 #define X(name, min, max, meaning) ++count;
@@ -114,4 +108,3 @@ inline MegaMoePlan read_megamoe_plan(std::vector<int64_t> const& words) {
 }
 
 }  // namespace xstage
-#endif

@@ -1,0 +1,306 @@
+// Dispatch: count and list the rows for every expert, tell the owners, pull what others list for us.
+//
+// Roles: the prologue is run by all warps of every block, before the tiles; the pull by warps 1 to 3
+// beside them.
+// Shared memory: counts and positions per expert, in the memory of the stages.
+// Global protocol (bank = epoch mod 2, all words are private to this rank unless said otherwise):
+//   kSendCounts    red, every block -> grid barrier kCountsAdded -> read by every block
+//   kSendCursors   atomics of every block
+//   kRoutes, kCounts, kTokens (read or written by peers) -> grid barrier kRoutesStored; its last
+//                  arrival stores kDispatchSignals of every owner (release.sys)
+//   kDispatchSignals[source] -> acquire.sys by every block
+//   kArrived[b]    red.release.gpu per pulled row -> acquire by the loaders
+//   kLinear1Done   acquire by the pull: the x ring slot is free
+#pragma once
+
+#include "common/channel.cuh"
+#include "params.h"
+#include "pipeline.cuh"
+
+namespace xstage {
+
+// The expert of choice i, or -1 for one to skip. Ids that are neither -1 nor an expert are noted.
+__device__ __forceinline__ int32_t expert_of(MegaMoeParams const& params, CallState const& call,
+                                             int64_t i) {
+  int64_t const id = params.idx_is_64 ? static_cast<int64_t const*>(params.topk_idx)[i]
+                                      : static_cast<int32_t const*>(params.topk_idx)[i];
+  if (id >= 0 && id < params.plan.num_experts) return static_cast<int32_t>(id);
+  if (id != -1) {
+    WaitSite const site{Phase::kDispatchCounts, -1, call.epoch,
+                        static_cast<uint64_t>(params.plan.num_experts)};
+    record_fault(params.workspace, kMaskedRecord, site, FaultKind::kBadExpert,
+                 static_cast<uint64_t>(id), 0);
+  }
+  return -1;
+}
+
+// Zeroes the counters that the next call will use; the call before this one, which used them, is
+// over by stream order.
+__device__ __forceinline__ void clear_next_bank(MegaMoeParams const& params,
+                                                CallState const& call) {
+  uint32_t* const words = params.view(params.workspace.rank)
+                              .counter(params.layout, call.bank ^ 1, MegaMoeCounter::kGridBarriers);
+  int64_t const num_words = params.layout.counter_bank / 4;
+  for (int64_t i = call.block * blockDim.x + threadIdx.x; i < num_words;
+       i += call.num_blocks * blockDim.x) {
+    words[i] = 0;
+  }
+}
+
+// Copies this block's share of x to where peers can read it.
+__device__ __forceinline__ void stage_tokens(MegaMoeParams const& params, CallState const& call) {
+  int64_t const num_vectors = int64_t{1} * call.num_tokens * params.plan.hidden / 8;
+  int64_t const stride = int64_t{1} * call.num_blocks * blockDim.x;
+  uint4 const* const from = reinterpret_cast<uint4 const*>(params.x);
+  uint4* const to =
+      params.view(params.workspace.rank).at<uint4>(params.layout, MegaMoeRegion::kTokens);
+  constexpr int kUnroll = 8;
+  int64_t i = int64_t{1} * call.block * blockDim.x + threadIdx.x;
+  for (; i + (kUnroll - 1) * stride < num_vectors; i += kUnroll * stride) {
+    uint4 values[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) values[u] = __ldcs(from + i + u * stride);
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) to[i + u * stride] = values[u];
+  }
+  for (; i < num_vectors; i += stride) to[i] = from[i];
+}
+
+// Lists this block's choices in the owners' kRoutes. Within an expert the order does not matter:
+// rows are independent, and results come back by slot.
+__device__ __forceinline__ void list_routes(MegaMoeParams const& params, CallState const& call,
+                                            MegaMoeShared& shared, int64_t begin, int64_t end) {
+  MegaMoePlan const& plan = params.plan;
+  MegaMoeView const own = params.view(params.workspace.rank);
+  uint32_t const* const send_counts =
+      own.counter(params.layout, call.bank, MegaMoeCounter::kSendCounts);
+  uint32_t* const cursors = own.counter(params.layout, call.bank, MegaMoeCounter::kSendCursors);
+  int const per_rank = plan.experts_per_rank();
+  int const lane = threadIdx.x % 32;
+  // One warp per owner: exclusive sum of the counts of its experts.
+  for (int owner = threadIdx.x / 32; owner < plan.world; owner += blockDim.x / 32) {
+    uint32_t before = 0;
+    for (int first = 0; first < per_rank; first += 32) {
+      int const expert = owner * per_rank + first + lane;
+      bool const valid = first + lane < per_rank;
+      uint32_t const count = valid ? __ldcg(send_counts + expert) : 0;
+      uint32_t sum = count;
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) {
+        uint32_t const other = __shfl_up_sync(0xffffffffu, sum, d);
+        if (lane >= d) sum += other;
+      }
+      if (valid) {
+        uint32_t const mine = shared.routing.counts[expert];
+        uint32_t const taken = mine ? atomicAdd(cursors + expert, mine) : 0;
+        shared.routing.positions[expert] = before + sum - count + taken;
+        if (call.block == 0) {
+          params.view(owner).counts(plan, params.layout, call.bank,
+                                    params.workspace.rank)[first + lane] = count;
+        }
+      }
+      before += __shfl_sync(0xffffffffu, sum, 31);
+    }
+  }
+  __syncthreads();
+  for (int64_t i = begin + threadIdx.x; i < end; i += blockDim.x) {
+    int32_t const expert = expert_of(params, call, i);
+    if (expert < 0) continue;
+    uint32_t const position = atomicAdd(&shared.routing.positions[expert], 1u);
+    params.view(expert / per_rank)
+        .routes(plan, params.layout, call.bank, params.workspace.rank)[position] =
+        static_cast<uint32_t>(i);
+  }
+}
+
+// Waits until every source has told what it sends, then adds up the rows of each local expert.
+__device__ __forceinline__ bool gather_counts(MegaMoeParams const& params, CallState const& call,
+                                              MegaMoeShared& shared) {
+  Workspace const& workspace = params.workspace;
+  MegaMoeView const own = params.view(workspace.rank);
+  if (threadIdx.x < 32) {
+    bool ok = true;
+    int const source = threadIdx.x;
+    if (source < workspace.world) {
+      uint64_t const* const word = own.dispatch_signal(params.layout, source);
+      WaitSite const site{Phase::kDispatchCounts, source, call.epoch, call.epoch};
+      ok = wait_until(workspace, site, [&] { return signal_epoch(ld_acquire_sys(word)); });
+      // No source can be ahead: its next call needs this rank's signal of this call.
+      uint64_t const seen = ok ? ld_acquire_sys(word) : 0;
+      uint64_t const expected = workspace.signal(call.epoch);
+      if (ok && seen != expected) {
+        WaitSite const differs{Phase::kDispatchCounts, source, call.epoch,
+                               signal_digest(expected)};
+        give_up(workspace, differs, FaultKind::kPlanDiffers, signal_digest(seen), 0);
+        ok = false;
+      }
+    }
+    ok = __all_sync(0xffffffffu, ok);
+    if (threadIdx.x == 0) shared.ok = ok;
+  }
+  __syncthreads();
+  if (!shared.ok) return false;
+  int const per_rank = params.plan.experts_per_rank();
+  for (int expert = threadIdx.x; expert < per_rank; expert += blockDim.x) {
+    uint32_t rows = 0;
+    for (int source = 0; source < params.plan.world; ++source) {
+      rows += __ldcg(own.counts(params.plan, params.layout, call.bank, source) + expert);
+    }
+    shared.rows[expert] = rows;
+    if (call.block == 0 && params.expert_load != nullptr) params.expert_load[expert] += rows;
+  }
+  __syncthreads();
+  return true;
+}
+
+// All threads of every block. Leaves shared.rows; false when a wait gave up.
+__device__ __forceinline__ bool dispatch_prologue(MegaMoeParams const& params,
+                                                  CallState const& call, MegaMoeShared& shared) {
+  MegaMoePlan const& plan = params.plan;
+  Workspace const& workspace = params.workspace;
+  MegaMoeView const own = params.view(workspace.rank);
+  clear_next_bank(params, call);
+
+  // This block's share of all (token, slot) choices.
+  int64_t const choices = int64_t{1} * call.num_tokens * plan.topk;
+  int64_t const share = ceil_div<int64_t>(choices, call.num_blocks);
+  int64_t const begin = min_of(share * call.block, choices);
+  int64_t const end = min_of(begin + share, choices);
+  for (int e = threadIdx.x; e < plan.num_experts; e += blockDim.x) shared.routing.counts[e] = 0;
+  __syncthreads();
+  for (int64_t i = begin + threadIdx.x; i < end; i += blockDim.x) {
+    int32_t const expert = expert_of(params, call, i);
+    if (expert >= 0) atomicAdd(&shared.routing.counts[expert], 1u);
+  }
+  __syncthreads();
+  uint32_t* const send_counts = own.counter(params.layout, call.bank, MegaMoeCounter::kSendCounts);
+  for (int e = threadIdx.x; e < plan.num_experts; e += blockDim.x) {
+    if (shared.routing.counts[e] != 0) atomicAdd(send_counts + e, shared.routing.counts[e]);
+  }
+  __syncthreads();
+  uint32_t* const barriers = own.counter(params.layout, call.bank, MegaMoeCounter::kGridBarriers);
+  if (threadIdx.x == 0) red_add_release_gpu(barriers + kCountsAdded, 1);
+
+  // Rows of this rank's own tokens are pulled from x itself.
+  if (plan.world > 1) stage_tokens(params, call);
+
+  if (threadIdx.x == 0) {
+    WaitSite const site{Phase::kGridBarrier, -1, call.epoch,
+                        static_cast<uint64_t>(call.num_blocks)};
+    shared.ok = wait_until(workspace, site, [&]() -> uint64_t {
+      return ld_acquire_gpu(barriers + kCountsAdded);
+    });
+  }
+  __syncthreads();
+  if (!shared.ok) return false;
+  list_routes(params, call, shared, begin, end);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    fence_acq_rel_sys();
+    uint32_t const earlier = atom_add_acq_rel_gpu(barriers + kRoutesStored, 1);
+    if (earlier + 1 == static_cast<uint32_t>(call.num_blocks)) {
+      // Cumulative: what the other blocks released above comes before the signals.
+      fence_acq_rel_sys();
+      for (int64_t i = 1; i <= workspace.world; ++i) {
+        int64_t const owner = (workspace.rank + i) % workspace.world;
+        st_release_sys(params.view(owner).dispatch_signal(params.layout,
+                                                          static_cast<int32_t>(workspace.rank)),
+                       workspace.signal(call.epoch));
+      }
+    }
+  }
+  bool const ok = gather_counts(params, call, shared);
+  // The stages' memory was used by ordinary accesses; loads by the async proxy come next.
+  fence_proxy_async_shared();
+  __syncthreads();
+  return ok;
+}
+
+// One row, by one warp: 16 bytes per lane, eight loads in flight.
+__device__ __forceinline__ void copy_row(char const* from, char* to, int32_t bytes, int lane) {
+  constexpr int kUnroll = 8;
+  int32_t offset = lane * 16;
+  for (; offset + (kUnroll - 1) * 512 < bytes; offset += kUnroll * 512) {
+    uint4 values[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      values[u] = __ldcg(reinterpret_cast<uint4 const*>(from + offset + u * 512));
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      *reinterpret_cast<uint4*>(to + offset + u * 512) = values[u];
+    }
+  }
+  for (; offset < bytes; offset += 512) {
+    *reinterpret_cast<uint4*>(to + offset) = __ldcg(reinterpret_cast<uint4 const*>(from + offset));
+  }
+}
+
+// Warps 1 to 3: row w, w + W, ... of all rows that this rank received, in block order.
+__device__ __forceinline__ void pull_rows(MegaMoeParams const& params, CallState const& call,
+                                          MegaMoeShared const& shared) {
+  using Traits = MegaMoeTraits;
+  MegaMoePlan const& plan = params.plan;
+  MegaMoeLayout const& layout = params.layout;
+  int32_t const rank = static_cast<int32_t>(params.workspace.rank);
+  MegaMoeView const own = params.view(rank);
+  uint32_t* const arrived = own.counter(layout, call.bank, MegaMoeCounter::kArrived);
+  uint32_t const* const linear1_done = own.counter(layout, call.bank, MegaMoeCounter::kLinear1Done);
+  uint64_t const linear1_target = uint64_t{1} * plan.linear1_tiles() * Traits::kMathWarps;
+  int const lane = threadIdx.x % 32;
+  int32_t const per_rank = plan.experts_per_rank();
+  int32_t const row_bytes = 2 * plan.hidden;
+
+  // Lane s < world follows source s: its rows for the current expert and for all earlier ones.
+  uint32_t const* const counts =
+      lane < plan.world ? own.counts(plan, layout, call.bank, lane) : nullptr;
+  int32_t expert = 0;
+  uint32_t source_rows = counts ? __ldcg(counts) : 0;
+  uint32_t source_before = 0;
+  int32_t rows_before = 0;    // of earlier experts
+  int32_t blocks_before = 0;
+  int32_t const stride = call.num_blocks * Traits::kDispatchWarps;
+  for (int32_t i = call.block * Traits::kDispatchWarps + threadIdx.x / 32 - 1;; i += stride) {
+    while (expert < per_rank && i >= rows_before + static_cast<int32_t>(shared.rows[expert])) {
+      rows_before += shared.rows[expert];
+      blocks_before += ceil_div<int32_t>(shared.rows[expert], Traits::kBlockM);
+      source_before += source_rows;
+      ++expert;
+      source_rows = counts && expert < per_rank ? __ldcg(counts + expert) : 0;
+    }
+    if (expert == per_rank) return;
+    int32_t const row = i - rows_before;
+    int32_t const block = blocks_before + row / Traits::kBlockM;
+    RowSource const from = row_source(plan.world, (rank + 1) % plan.world, row, [&](int32_t s) {
+      return __shfl_sync(0xffffffffu, source_rows, s);
+    });
+    uint32_t const list_begin = __shfl_sync(0xffffffffu, source_before, from.source);
+    uint32_t const route =
+        __ldcg(own.routes(plan, layout, call.bank, from.source) + list_begin + from.index);
+    int32_t const token = static_cast<int32_t>(route) / plan.topk;
+    char const* const src =
+        from.source == rank
+            ? reinterpret_cast<char const*>(params.x + int64_t{1} * token * plan.hidden)
+            : params.view(from.source).token<char>(plan, layout, 0) + int64_t{1} * token * row_bytes;
+    if (block >= plan.x_ring_blocks) {
+      WaitSite const site{Phase::kDispatchRows, -1, call.epoch, linear1_target};
+      uint32_t const* const word = linear1_done + block - plan.x_ring_blocks;
+      if (!wait_until(params.workspace, site,
+                      [&]() -> uint64_t { return ld_acquire_gpu(word); })) {
+        return;
+      }
+    }
+    int32_t const in_block = row % Traits::kBlockM;
+    char* const dst =
+        own.x_block<char>(plan, layout, 0) +
+        (int64_t{1} * (block % plan.x_ring_blocks) * Traits::kBlockM + in_block) * row_bytes;
+    copy_row(src, dst, row_bytes, lane);
+    if (lane == 0) own.origins(plan, layout, block)[in_block] = pack_origin(from.source, route);
+    // Tokens are read by TMA: the writes of the generic proxy must be ordered before.
+    fence_proxy_async();
+    __syncwarp();
+    if (lane == 0) red_add_release_gpu(arrived + block, 1);
+  }
+}
+
+}  // namespace xstage

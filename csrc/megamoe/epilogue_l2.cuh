@@ -1,0 +1,80 @@
+// Epilogue of Linear-2: every row goes to the rank that owns its token, into the slot that nobody
+// else writes.
+//
+// kPlainStores: the math warps store 16 bytes per lane and feel back-pressure: the way of public
+// kernels, kept as the baseline. kBulkBurst, kBulkPaced: asynchronous, see outbox.cuh.
+#pragma once
+
+#include "outbox.cuh"
+
+namespace xstage {
+
+// Lane l < 16: where row l of this warp goes, or null.
+__device__ __forceinline__ char* scatter_address(MegaMoeParams const& params, TileWork const& work,
+                                                 int first_row) {
+  MegaMoePlan const& plan = params.plan;
+  int const lane = threadIdx.x % 32;
+  if (lane >= MegaMoeTraits::kWarpRows || first_row + lane >= work.rows) return nullptr;
+  MegaMoeView const own = params.view(params.workspace.rank);
+  uint32_t const origin =
+      __ldcg(own.origins(plan, params.layout, work.block) + first_row + lane);
+  int32_t const route = static_cast<int32_t>(origin_route(origin));
+  int32_t const token = route / plan.topk;
+  return params.view(origin_source(origin))
+      .combine_row<char>(plan, params.layout, 0, 0) +
+         2 * ((int64_t{1} * (route - token * plan.topk) * plan.max_tokens + token) * plan.hidden +
+              work.n * MegaMoeTraits::kBlockN);
+}
+
+// The staged half by plain stores; `base` is the lane that holds the address of its first row.
+__device__ __forceinline__ void store_half_plain(Outbox const& outbox, char* destination,
+                                                 uint32_t bytes, int base) {
+  uint32_t const offset = threadIdx.x % 32 * 16;
+#pragma unroll
+  for (int r = 0; r < Outbox::kHalf; ++r) {
+    uint4 const value = *reinterpret_cast<uint4 const*>(
+        outbox.staging + r * MegaMoeTraits::kStagingRow + offset);
+    char* const row = reinterpret_cast<char*>(
+        __shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(destination), base + r));
+    if (row != nullptr && offset < bytes) *reinterpret_cast<uint4*>(row + offset) = value;
+  }
+  __syncwarp();
+}
+
+template <class Acc>
+__device__ __forceinline__ void store_linear2(MegaMoeParams const& params, CallState const& call,
+                                              TileWork const& work, Acc const& acc,
+                                              Outbox& outbox) {
+  using Traits = MegaMoeTraits;
+  MegaMoePlan const& plan = params.plan;
+  int const first_row = (threadIdx.x / 32 - 4) * Traits::kWarpRows;
+  outbox.drain();
+  // The loads of this tile are over: its h ring slot has one reader less.
+  MegaMoeView const own = params.view(params.workspace.rank);
+  outbox.announce_later(
+      own.counter(params.layout, call.bank, MegaMoeCounter::kLinear2Done) + work.block, false);
+  if (first_row >= work.rows) return;
+
+  outbox.destination = scatter_address(params, work, first_row);
+  outbox.bytes =
+      2 * min_of<int32_t>(Traits::kBlockN, plan.hidden - work.n * Traits::kBlockN);
+  outbox.reserve();
+  uint32_t first[32];
+#pragma unroll
+  for (int j = 0; j < 32; ++j) {
+    first[j] = pack_bf16(acc(4 * j), acc(4 * j + 1));
+    outbox.held[j] = pack_bf16(acc(4 * j + 2), acc(4 * j + 3));
+  }
+  outbox.write_half(first);
+  if (plan.store == kPlainStores) {
+    store_half_plain(outbox, outbox.destination, outbox.bytes, 0);
+    outbox.write_half(outbox.held);
+    store_half_plain(outbox, outbox.destination, outbox.bytes, Outbox::kHalf);
+    return;
+  }
+  outbox.next_row = 0;
+  outbox.wait_steps = Traits::kHeldSteps;
+  if (plan.store == kBulkBurst) outbox.issue_rows(Outbox::kHalf);
+}
+
+}  // namespace xstage

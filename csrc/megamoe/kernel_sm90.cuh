@@ -1,0 +1,148 @@
+// MegaMoE for sm_90a, bf16: a whole mixture-of-experts layer in one persistent kernel per rank.
+//
+// Computes  y[t] = scale * sum_s weight[t, s] * W2[e] (SiLU(Wg[e] x[t]) * (Wu[e] x[t])), e = idx[t, s].
+// Sends     routes and counts to the owners of the experts; rows of x are pulled by the owners; rows
+//           of Linear-2 results are stored into the token owners' combine slots while the next tiles
+//           are computed (the X-Stage action: reshape; schedule.h decides what stands between bursts).
+//
+// Roles           warps   registers  file
+//   prologue      all     168        dispatch.cuh: count, list, tell owners
+//   load          0       88         mainloop.cuh: one thread; tiles, waits, TMA
+//   pull          1-3     88         dispatch.cuh: rows of x into the x ring
+//   math          4-11    208        mainloop.cuh, epilogue_l1.cuh, epilogue_l2.cuh, combine.cuh
+//
+// Shared memory, bytes
+//   stages        4 x 49152  A 128 x 64, B 256 x 64, both swizzled; first used to count routes
+//   staging       8 x 4224   per math warp: 8 rows of 512 + 16
+//   tiles, rows   256 + 512  what the loader tells the math warps; rows per local expert
+//
+// Barriers
+//   full[4]       1 arrival + 49152 bytes      loader -> math warps
+//   empty[4]      16 arrivals (both CTAs)      math warps -> both loaders
+//   kMath         256 threads                  before the combine
+//   kTilesDone    384 threads                  all stores of the block are complete
+//
+// Global protocol (layout.h has the regions and why two banks suffice): writer, order -> reader
+//   kArrived      pull, red.release.gpu after a proxy fence -> loader, acquire + proxy fence
+//   kLinear1Done  math warps, red.release.gpu after bulk_wait<0> -> loader (operands of Linear-2),
+//                 pull (x ring slot free)
+//   kLinear2Done  math warps, red.release.gpu -> loader (h ring slot free)
+//   from[rank]    last block of a rank, release.sys -> every block of every rank, then combine
+// Requires: all CTAs co-resident (cooperative launch); pairs of CTAs in a cluster; plan fields
+//           block_m, block_n, cluster_size as in traits_sm90.h (checked in launch.cu).
+#pragma once
+
+#include "combine.cuh"
+#include "dispatch.cuh"
+#include "epilogue_l1.cuh"
+#include "epilogue_l2.cuh"
+#include "mainloop.cuh"
+
+namespace xstage {
+
+// Math warps: all tiles of this CTA.
+__device__ __forceinline__ void compute_tiles(MegaMoeParams const& params, CallState const& call,
+                                              MegaMoeShared& shared) {
+  using namespace cute;
+  using Traits = MegaMoeTraits;
+  auto mma = make_tiled_mma(
+      MMA_Atom<SM90_64x256x16_F32BF16BF16_SS<GMMA::Major::K, GMMA::Major::K>>{});
+  Tensor acc = partition_fragment_C(mma, Shape<Int<64>, Int<Traits::kBlockN>>{});  // (MMA,1,1)
+  Outbox outbox;
+  outbox.init(shared.staging[threadIdx.x / 32 - 4]);
+  PipelineState pipe;
+  bool alive = true;
+  for (int turn = 0;; ++turn) {
+    wait_full(params, shared, pipe, outbox, alive);
+    alive = warpgroup_all(alive);  // the four warps of a matrix instruction leave together
+    TileWork const& entry = shared.tiles[turn % Traits::kTileQueue];
+    // From one lane, so that the branches around matrix instructions are uniform.
+    TileWork work;
+    work.phase = static_cast<TilePhase>(uniform(static_cast<int32_t>(entry.phase)));
+    work.num_k = uniform(alive ? entry.num_k : 0);
+    work.block = uniform(entry.block);
+    work.rows = uniform(entry.rows);
+    work.n = uniform(entry.n);
+    if (work.num_k == 0) break;
+    int32_t const first_row = uniform(threadIdx.x / 128 - 1) * 64;
+    if (work.phase != TilePhase::kNone && first_row < work.rows) {
+      multiply_tile(params, shared, pipe, work.num_k, mma, acc, outbox, alive);
+    } else {
+      skip_tile(params, shared, pipe, work.num_k, outbox, alive);
+    }
+    if (work.phase == TilePhase::kLinear1) store_linear1(params, call, work, acc, outbox);
+    if (work.phase == TilePhase::kLinear2) store_linear2(params, call, work, acc, outbox);
+  }
+  outbox.drain();
+  bulk_wait<0>();
+  fence_proxy_async();
+}
+
+// The end of a call for the math warps: wait for all ranks, add up.
+__device__ __forceinline__ void finish_tokens(MegaMoeParams const& params, CallState const& call,
+                                              MegaMoeShared& shared) {
+  constexpr int kMathThreads = MegaMoeTraits::kMathWarps * 32;
+  int const thread = threadIdx.x - 128;
+  if (thread < 32) {
+    bool const ok = wait_for_ranks(params.workspace, call.epoch, Phase::kCombineArrival);
+    if (thread == 0) shared.ok = ok;
+  }
+  named_barrier_sync(NamedBarrier::kMath, kMathThreads);
+  if (shared.ok) {
+    combine_tokens(params, call);
+  } else {
+    int64_t const bytes = int64_t{2} * params.rows * params.plan.hidden;
+    poison(params.y, bytes, call.block * kMathThreads + thread, call.num_blocks * kMathThreads);
+  }
+}
+
+// How many rows of x are tokens.
+__device__ __forceinline__ int32_t tokens_of(MegaMoeParams const& params) {
+  if (params.num_tokens == nullptr) return params.rows;
+  return max_of(0, min_of(*params.num_tokens, params.rows));
+}
+
+__global__ void __cluster_dims__(MegaMoeTraits::kCluster, 1, 1)
+    __launch_bounds__(MegaMoeTraits::kThreads, 1)
+        megamoe_sm90(__grid_constant__ MegaMoeLaunch const launch) {
+  using Traits = MegaMoeTraits;
+  extern __shared__ __align__(1024) char memory[];
+  MegaMoeShared& shared = *reinterpret_cast<MegaMoeShared*>(memory);
+  int const num_blocks = launch.ranks[0].plan.num_sms;
+  int const virtual_rank = blockIdx.x / num_blocks;
+  MegaMoeParams const& params = launch.ranks[virtual_rank];
+
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < Traits::kStages; ++s) {
+      mbarrier_init(&shared.full[s], 1);
+      mbarrier_init(&shared.empty[s], Traits::kMathWarps * Traits::kCluster);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    shared.epoch = call_epoch(params.workspace);
+  }
+  cute::cluster_arrive();
+  cute::cluster_wait();
+
+  CallState const call{shared.epoch, static_cast<int32_t>(shared.epoch & 1), tokens_of(params),
+                       static_cast<int32_t>(blockIdx.x) - virtual_rank * num_blocks, num_blocks};
+  bool const ok = dispatch_prologue(params, call, shared);
+
+  if (threadIdx.x < 128) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Traits::kDataRegisters));
+    if (ok && threadIdx.x == 0) load_tiles(params, call, shared);
+    if (ok && threadIdx.x >= 32) pull_rows(params, call, shared);
+    __syncwarp();
+    named_barrier_sync(NamedBarrier::kTilesDone, Traits::kThreads);
+    if (threadIdx.x == 0) arrive_and_publish(params.workspace, call.epoch, num_blocks);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Traits::kMathRegisters));
+    if (ok) compute_tiles(params, call, shared);
+    named_barrier_sync(NamedBarrier::kTilesDone, Traits::kThreads);
+    finish_tokens(params, call, shared);
+  }
+  // A CTA stays until its partner no longer multicasts to it or arrives at its barriers.
+  cute::cluster_arrive();
+  cute::cluster_wait();
+}
+
+}  // namespace xstage

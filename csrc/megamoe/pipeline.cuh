@@ -1,0 +1,146 @@
+// Barriers in shared memory, and what the warps of a block share.
+#pragma once
+
+#include <cutlass/bfloat16.h>
+
+#include "common/wait.cuh"
+#include "schedule.h"
+#include "traits_sm90.h"
+
+namespace xstage {
+
+__device__ __forceinline__ void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(barrier)),
+               "r"(arrivals)
+               : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(barrier)) : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                   smem_address(barrier)),
+               "r"(bytes)
+               : "memory");
+}
+// Arrives at the same barrier of CTA `cta` of the cluster (this one included). What it announces are
+// reads that have completed, so it needs no order at cluster scope, which would cost a fence of all
+// memory per step (`.release.cluster` compiles to MEMBAR.ALL.GPU: 520 instead of 700 TFLOP/s).
+__device__ __forceinline__ void mbarrier_arrive_cluster(uint64_t* barrier, uint32_t cta) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
+      "}" ::"r"(smem_address(barrier)),
+      "r"(cta)
+      : "memory");
+}
+__device__ __forceinline__ bool mbarrier_try_wait(uint64_t* barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.b32 %0, 1, 0, p;\n"
+      "}"
+      : "=r"(done)
+      : "r"(smem_address(barrier)), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+// Needs no deadline of its own: who feeds the barrier waits for global memory under one (wait.cuh),
+// and gives up for the whole rank, both CTAs of the cluster included.
+__device__ __forceinline__ bool mbarrier_wait(uint64_t* barrier, uint32_t parity,
+                                              Workspace const& workspace) {
+  for (uint32_t polls = 1; !mbarrier_try_wait(barrier, parity); ++polls) {
+    if (polls % 64 == 0 && aborted(workspace)) return false;
+  }
+  return true;
+}
+
+__device__ __forceinline__ void named_barrier_sync(NamedBarrier barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(static_cast<int>(barrier)), "r"(threads) : "memory");
+}
+
+// True when `value` holds in all threads of this math warpgroup.
+__device__ __forceinline__ bool warpgroup_all(bool value) {
+  uint32_t all;
+  asm volatile(
+      "{\n"
+      ".reg .pred p, q;\n"
+      "setp.ne.u32 p, %1, 0;\n"
+      "bar.red.and.pred q, %2, 128, p;\n"
+      "selp.b32 %0, 1, 0, q;\n"
+      "}"
+      : "=r"(all)
+      : "r"(static_cast<uint32_t>(value)),
+        "r"(static_cast<int>(NamedBarrier::kMathGroup) + static_cast<int>(threadIdx.x / 128) - 1)
+      : "memory");
+  return all != 0;
+}
+
+// The value of lane 0, which the compiler then knows to be the same in all lanes.
+__device__ __forceinline__ int32_t uniform(int32_t value) {
+  return __shfl_sync(0xffffffffu, value, 0);
+}
+
+// Position in the ring of stages.
+struct PipelineState {
+  int stage = 0;
+  uint32_t phase = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == MegaMoeTraits::kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+// What the loader tells the math warps about a tile. It is written before the loader arrives at the
+// `full` barrier of the tile's first stage, and read behind that barrier.
+struct TileWork {
+  TilePhase phase;  // kNone with num_k > 0: only keep step with the partner
+  int32_t num_k;    // 0: no more tiles
+  int32_t block;
+  int32_t rows;
+  int32_t n;
+  int32_t pad[3];
+};
+
+struct MegaMoeShared {
+  using Traits = MegaMoeTraits;
+  struct Stage {
+    cutlass::bfloat16_t a[Traits::kBlockM * Traits::kBlockK];  // (BLK_M,BLK_K) swizzled, 16 KiB
+    cutlass::bfloat16_t b[Traits::kBlockN * Traits::kBlockK];  // (BLK_N,BLK_K) swizzled, 32 KiB
+  };
+  // Before the first load, the dispatch prologue counts there.
+  struct Routing {
+    uint32_t counts[Traits::kMaxExperts];     // rows of this block's tokens per expert
+    uint32_t positions[Traits::kMaxExperts];  // where the next of them goes in the owner's list
+  };
+  union {
+    Stage stages[Traits::kStages];
+    Routing routing;
+  };
+  char staging[Traits::kMathWarps][Traits::kStagingRows * Traits::kStagingRow];
+  TileWork tiles[Traits::kTileQueue];
+  uint32_t rows[Traits::kMaxLocalExperts];  // rows received per local expert: fixes the schedule
+  uint64_t full[Traits::kStages];
+  uint64_t empty[Traits::kStages];
+  uint64_t epoch;
+  uint32_t ok;
+};
+static_assert(sizeof(MegaMoeShared) <= 232448, "227 KiB per block");
+
+// What every role needs of the call.
+struct CallState {
+  uint64_t epoch;
+  int32_t bank;
+  int32_t num_tokens;
+  int32_t block;       // of this rank
+  int32_t num_blocks;  // of this rank
+};
+
+}  // namespace xstage

@@ -1,0 +1,249 @@
+// What the simulator of megamoe assumes about a machine, and the fair server that it is made of.
+//
+// The Burst-Gap law speaks of K producers that burst together. Here producers burst when their
+// tiles end, so the law is applied per SM: every SM has its own queue of bytes in flight, of
+// capacity Q / SMs, and the link drains all queues that are not empty at equal speed. When all SMs
+// burst together this is exactly the law: (V - Q) / R = (B - Q / K) / (R / K).
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <queue>
+#include <vector>
+
+#include "schedule.h"
+
+namespace xstage {
+
+// X(name, meaning). Times in us, rates in GB/s, volumes in bytes; "per SM" where it says so.
+#define XS_SIMULATION_FIELDS(X)                                                            \
+  X(linear1_us, "main loop of a Linear-1 tile, operands in L2")                            \
+  X(linear2_us, "main loop of a Linear-2 tile, operands in L2")                            \
+  X(epilogue_us, "per tile: accumulators to results, first loads, flags")                  \
+  X(flag_us, "from a release on one SM until another one goes on")                         \
+  X(setup_us, "from the start of the kernel until tokens can be pulled")                   \
+  X(hbm_GBps, "reads from device memory by all SMs")                                       \
+  X(hbm_sm_GBps, "the same by one SM at most")                                             \
+  X(reuse_bytes, "an operand is in L2 if fewer bytes came from memory since its last use") \
+  X(pull_GBps, "reads from peers by one rank at most")                                     \
+  X(pull_share, "share of the egress that answers to pulls get while stores want it too")  \
+  X(issue_us, "T0 of a whole tile")                                                        \
+  X(issue_slice_us, "T0 of one slice")                                                     \
+  X(capacity_bytes, "Q per SM: bytes in flight at which the issuer may go on")             \
+  X(passed_bytes, "per SM: bytes in flight that no longer hold up a load of the same SM")  \
+  X(cross_bytes, "per SM: store bytes that a load lets pass first; negative: all of them") \
+  X(prefetch_us, "main loop that runs on operands loaded before the burst")                \
+  X(visibility_us, "from the last byte's departure until a fence returns")                 \
+  X(pace_duty, "share of the next tile's main loop over which a paced tile leaves")        \
+  X(coupling, "0 the law, 1 wait until visible after every burst, 2 never wait")           \
+  X(tickets, "0 the static deal, 1 tickets from a counter")                                \
+  X(bin_us, "width of the link's bins in the result")
+
+struct SimulatedMachine {
+#define X(name, meaning) double name;
+  XS_SIMULATION_FIELDS(X)
+#undef X
+};
+
+constexpr double kForever = std::numeric_limits<double>::infinity();
+constexpr double kBytesPerUs = 1e3;  // one GB/s
+
+struct SimEvent {
+  int32_t kind;
+  int32_t worker;
+};
+
+// Drains the queues of many flows at equal speed per unit of weight (generalised processor
+// sharing). `level` is what a queue that was never empty has drained so far, so a queue of tail F
+// is empty, or shorter than c bytes, when the level reaches F, or F - c: one heap of levels serves
+// all flows.
+class FairServer {
+ public:
+  FairServer(int32_t num_flows, int32_t weight)
+      : weight_of_flow_(weight), tails_(num_flows, 0.0), active_(num_flows, 0) {}
+
+  double backlog(int32_t flow) const { return tails_[flow] > level_ ? tails_[flow] - level_ : 0.0; }
+  double tail(int32_t flow) const { return tails_[flow]; }
+  double level() const { return level_; }
+  int32_t active_weight() const { return active_weight_; }
+  bool reached(double level) const { return level <= level_; }
+
+  void push(int32_t flow, double bytes) {
+    if (bytes <= 0.0) return;
+    tails_[flow] = (tails_[flow] > level_ ? tails_[flow] : level_) + bytes;
+    if (!active_[flow]) {
+      active_[flow] = 1;
+      active_weight_ += weight_of_flow_;
+      marks_.push({tails_[flow], kFlowEnd, flow});
+    }
+  }
+  // The event fires when the level is reached; it must not have been reached yet.
+  void watch(double level, SimEvent event) { marks_.push({level, event.kind, event.worker}); }
+
+  // Bytes per us and unit of weight from now on.
+  void set_speed(double speed) { speed_ = speed; }
+  double next_time(double now) const {
+    if (marks_.empty()) return kForever;
+    double const ahead = marks_.top().level - level_;
+    // What the level has reached fires even when the last queue has just run empty.
+    if (ahead <= 0.0) return now;
+    return speed_ > 0.0 ? now + ahead / speed_ : kForever;
+  }
+  void advance(double elapsed) { level_ += speed_ * elapsed; }
+
+  // Called when next_time() has come. False when only a queue ran empty.
+  bool pop(SimEvent* event) {
+    Mark const mark = marks_.top();
+    marks_.pop();
+    if (mark.level > level_) level_ = mark.level;
+    if (mark.kind != kFlowEnd) {
+      *event = {mark.kind, mark.flow};
+      return true;
+    }
+    if (tails_[mark.flow] > level_) {  // refilled meanwhile
+      marks_.push({tails_[mark.flow], kFlowEnd, mark.flow});
+    } else {
+      active_[mark.flow] = 0;
+      active_weight_ -= weight_of_flow_;
+    }
+    return false;
+  }
+
+ private:
+  static constexpr int32_t kFlowEnd = -1;
+  struct Mark {
+    double level;
+    int32_t kind;
+    int32_t flow;
+    bool operator<(Mark const& other) const { return level > other.level; }  // smallest on top
+  };
+
+  int32_t weight_of_flow_;
+  int32_t active_weight_ = 0;
+  double level_ = 0.0;
+  double speed_ = 0.0;
+  std::vector<double> tails_;
+  std::vector<char> active_;
+  std::priority_queue<Mark> marks_;
+};
+
+// Which operands L2 still holds, by distance of reuse: an operand is there when fewer than
+// `reuse_bytes` came from memory since its last use.
+class OperandCache {
+ public:
+  OperandCache(MegaMoePlan const& plan, int32_t blocks, double reuse_bytes)
+      : plan_(plan), reuse_bytes_(reuse_bytes) {
+    int64_t const experts = plan.experts_per_rank();
+    weights_used_[0].assign(experts * plan.linear1_tiles(), -kForever);
+    weights_used_[1].assign(experts * plan.linear2_tiles(), -kForever);
+    // Tokens come from the link, through L2: at first they count as just used.
+    for (auto& used : block_used_) used.assign(blocks, 0.0);
+  }
+
+  double fetched() const { return clock_; }
+  // Linear-1 wrote its part of the block's activations.
+  void wrote(int32_t block) { block_used_[1][block] = clock_; }
+
+  // Bytes of a cluster's operands that must come from memory; notes their use.
+  double missing_bytes(Tile const* tiles, bool second) {
+    double const depth = second ? plan_.intermediate : plan_.hidden;
+    int32_t const tiles_n = second ? plan_.linear2_tiles() : plan_.linear1_tiles();
+    double missing = 0.0;
+    for (int32_t cta = 0; cta < plan_.cluster_size; ++cta) {
+      Tile const& tile = tiles[cta];
+      if (tile.phase == TilePhase::kNone) continue;
+      missing += touch(weights_used_[second][int64_t{1} * tile.expert * tiles_n + tile.n],
+                       2.0 * plan_.block_n * depth);
+      missing += touch(block_used_[second][tile.block], 2.0 * tile.rows * depth);
+    }
+    return missing;
+  }
+
+ private:
+  double touch(double& last_use, double bytes) {
+    bool const hit = clock_ - last_use < reuse_bytes_;
+    if (!hit) clock_ += bytes;
+    last_use = clock_;
+    return hit ? 0.0 : bytes;
+  }
+
+  MegaMoePlan const& plan_;
+  double const reuse_bytes_;
+  double clock_ = 0.0;  // bytes that came from memory
+  std::vector<double> block_used_[2], weights_used_[2];
+};
+
+// Bytes that left the rank, by time: (own stores, answers to pulls) per bin.
+class LinkBins {
+ public:
+  explicit LinkBins(double width) : width_(width) {}
+
+  std::vector<double> const& values() const { return values_; }
+
+  void record(double begin, double end, double stores, double pulls) {
+    double const elapsed = end - begin;
+    if (elapsed <= 0.0 || (stores <= 0.0 && pulls <= 0.0)) return;
+    int64_t const last = static_cast<int64_t>(end / width_);
+    if (static_cast<int64_t>(values_.size()) < 2 * (last + 1)) values_.resize(2 * (last + 1), 0.0);
+    for (int64_t bin = static_cast<int64_t>(begin / width_); bin <= last; ++bin) {
+      double const from = std::max(begin, static_cast<double>(bin) * width_);
+      double const to = std::min(end, static_cast<double>(bin + 1) * width_);
+      double const part = std::max(0.0, to - from) / elapsed;
+      values_[2 * bin] += stores * part;
+      values_[2 * bin + 1] += pulls * part;
+    }
+  }
+
+ private:
+  double const width_;
+  std::vector<double> values_;
+};
+
+// Pulls the rows of other ranks in block order, as a fluid. Rows of this rank come along for free.
+class TokenPull {
+ public:
+  TokenPull(double row_bytes, std::vector<int32_t> const& remote_rows)
+      : row_bytes_(row_bytes), remote_rows_(remote_rows) {
+    if (!remote_rows_.empty()) target_ = row_bytes_ * remote_rows_[0];
+  }
+
+  bool active() const { return active_; }
+  bool arrived(int32_t block) const { return block < next_; }
+  double bytes() const { return pulled_; }
+  void set_speed(double bytes_per_us) { speed_ = bytes_per_us; }
+  double next_time(double now) const {
+    return active_ ? now + std::max(0.0, target_ - pulled_) / speed_ : kForever;
+  }
+  double advance(double elapsed) {
+    double const bytes = active_ ? speed_ * elapsed : 0.0;
+    pulled_ += bytes;
+    return bytes;
+  }
+  void reach_target() { pulled_ = target_; }
+
+  // Blocks whose rows are all here, as far as the ring has room (blocks below `limit`).
+  template <class OnArrival>
+  void settle(int32_t limit, OnArrival on_arrival) {
+    int32_t const blocks = static_cast<int32_t>(remote_rows_.size());
+    limit = std::min(limit, blocks);
+    while (next_ < limit && pulled_ >= target_ - 1e-6) {
+      int32_t const block = next_++;
+      if (next_ < blocks) target_ += row_bytes_ * remote_rows_[next_];
+      on_arrival(block);
+    }
+    active_ = next_ < limit;
+  }
+
+ private:
+  double const row_bytes_;
+  std::vector<int32_t> const& remote_rows_;  // [block]
+  bool active_ = false;
+  int32_t next_ = 0;     // first block that is not complete
+  double target_ = 0.0;  // bytes pulled when it will be
+  double pulled_ = 0.0;
+  double speed_ = 1.0;
+};
+
+}  // namespace xstage

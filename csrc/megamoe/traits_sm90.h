@@ -1,0 +1,47 @@
+// Sizes of the sm_90a kernel: tile, pipeline, warps, registers, shared memory.
+#pragma once
+
+#include <cstdint>
+
+namespace xstage {
+
+struct MegaMoeTraits {
+  static constexpr int kBlockM = 128;  // rows of a tile: two math warpgroups of 64
+  static constexpr int kBlockN = 256;  // columns; Linear-1: 128 of gate and 128 of up
+  static constexpr int kBlockK = 64;   // one swizzled row of 128 bytes
+  static constexpr int kStages = 4;
+  static constexpr int kCluster = 2;
+
+  static constexpr int kMathWarps = 8;
+  static constexpr int kDispatchWarps = 3;  // warps 1 to 3; warp 0 loads
+  static constexpr int kThreads = 384;
+  static constexpr int kDataRegisters = 88;   // warps 0 to 3
+  static constexpr int kMathRegisters = 208;  // 128 accumulators, 32 for the held half tile
+
+  // A math warp stages 8 rows of 512 bytes. 16 bytes of padding keep stmatrix free of conflicts;
+  // a row stays in one piece, as a bulk copy needs it.
+  static constexpr int kStagingRow = 2 * kBlockN + 16;
+  static constexpr int kStagingRows = 8;
+  static constexpr int kWarpRows = 16;  // rows of a tile that a math warp owns
+
+  static constexpr int kTileQueue = 8;  // tiles that the loader may be ahead: stages + 2 at most
+  static constexpr int kMaxExperts = 1024;
+  static constexpr int kMaxLocalExperts = 128;
+
+  // Steps of the next main loop before the held half tile is written to shared memory.
+  static constexpr int kHeldSteps = 3;
+  // Steps of the next main loop before Linear-1 results are waited for and announced.
+  static constexpr int kPublishSteps = 3;
+
+  static_assert(kDataRegisters * 128 + kMathRegisters * 256 <= 168 * kThreads,
+                "setmaxnreg redistributes what the launch bound allots");
+  static_assert(kTileQueue >= kStages + 2, "an entry is read until its tile has left the stages");
+};
+
+// Named barriers; 0 is __syncthreads.
+enum class NamedBarrier : int { kMath = 1, kTilesDone = 2, kMathGroup = 3 };  // 3 and 4
+
+// Grid barriers of a call, indices into MegaMoeCounter::kGridBarriers.
+enum GridBarrier : int { kCountsAdded = 0, kRoutesStored = 1 };
+
+}  // namespace xstage
