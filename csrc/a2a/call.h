@@ -69,18 +69,66 @@ inline std::vector<int64_t> agreed_facts(A2aShape const& shape, size_t num_tenso
           static_cast<int64_t>(shape.dtype)};
 }
 
-// What rank r received, as tensors on its slot.
-inline std::vector<Tensor> received_tensors(RingCall const& call, RankCall const& rank,
-                                            std::vector<A2aForm> const& forms,
-                                            A2aShape const& shape, torch::stable::Device device) {
+// A call with its slots taken: everything but the copying.
+struct Exchange {
+  RingCall call;
+  std::vector<A2aForm> forms;
+  std::vector<std::vector<Tensor>> inputs;  // [rank][tensor], last stride 1
+  A2aShape shape;
+
+  int64_t slot_bytes() const { return a2a_slot_bytes(forms, shape.batch, shape.row_bytes()); }
+  // Of tensor t in the region of rank r.
+  int64_t offset(size_t t, int r) const {
+    return call.ring.offset(call.slot_index()) +
+           tensor_offset(forms, t, r, shape.batch, shape.row_bytes());
+  }
+};
+
+// Inputs rank after rank.
+inline Exchange open_exchange(char const* op, std::vector<Tensor> const& inputs,
+                              std::vector<int64_t> const& plan_words,
+                              std::vector<Workspace> const& workspaces, bool capturing) {
+  XS_CHECK(!inputs.empty() && inputs.size() % workspaces.size() == 0, "xstage.", op,
+           ": inputs: expected the same number of tensors for each of ", workspaces.size(),
+           " ranks, got ", inputs.size());
+  size_t const per_rank = inputs.size() / workspaces.size();
+  bool const cuda = inputs.front().device().type() == torch::headeronly::DeviceType::CUDA;
+  Exchange exchange{
+      open_call(op, plan_words, workspaces, cuda ? MemoryKind::kCuda : MemoryKind::kCpu),
+      {},
+      {},
+      {}};
+  exchange.forms = make_forms(exchange.call.plan, static_cast<int64_t>(per_rank));
+  for (size_t i = 0; i < workspaces.size(); ++i) {
+    exchange.inputs.emplace_back();
+    for (size_t t = 0; t < per_rank; ++t) {
+      Tensor const& input = inputs[i * per_rank + t];
+      check_float_dtype(op, "inputs", input);
+      exchange.inputs[i].push_back(unit_last_stride(input));
+    }
+    A2aShape const own =
+        check_inputs(op, exchange.inputs[i], exchange.forms, exchange.call.ranks[i].rank());
+    A2aShape const& first = exchange.shape;
+    XS_CHECK(i == 0 || (own.batch == first.batch && own.head_dim == first.head_dim &&
+                        own.dtype == first.dtype),
+             "xstage.", op, ": inputs: expected the same batch, head size and dtype on all ranks");
+    exchange.shape = own;
+  }
+  take_slots(op, exchange.call, exchange.slot_bytes(), capturing);
+  mix_call(exchange.call, plan_words, agreed_facts(exchange.shape, per_rank));
+  return exchange;
+}
+
+// What a rank received, as tensors on its slot.
+inline std::vector<Tensor> received_tensors(Exchange const& exchange, RankCall const& rank) {
   std::vector<Tensor> outputs;
-  for (size_t t = 0; t < forms.size(); ++t) {
-    int64_t const offset = tensor_offset(forms, t, rank.rank(), shape.batch, shape.row_bytes());
-    outputs.push_back(slot_tensor(rank.workspace, rank.taken,
-                                  call.ring.offset(rank.taken.slot) + offset,
-                                  {shape.batch, forms[t].received_rows(rank.rank()),
-                                   forms[t].received_heads(rank.rank()), shape.head_dim},
-                                  shape.dtype, device));
+  int const r = rank.rank();
+  for (size_t t = 0; t < exchange.forms.size(); ++t) {
+    A2aForm const& form = exchange.forms[t];
+    outputs.push_back(slot_tensor(rank.workspace, rank.taken, exchange.offset(t, r),
+                                  {exchange.shape.batch, form.received_rows(r),
+                                   form.received_heads(r), exchange.shape.head_dim},
+                                  exchange.shape.dtype, exchange.inputs.front().front().device()));
   }
   return outputs;
 }

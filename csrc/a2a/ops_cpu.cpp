@@ -30,63 +30,40 @@ void send_block(Tensor const& input, A2aForm const& form, A2aShape const& shape,
 }
 
 // Destinations start behind the own rank, so that ranks do not all store to rank 0 first.
-void send_rank(RingCall const& call, RankCall const& rank, std::vector<Tensor> const& inputs,
-               std::vector<A2aForm> const& forms, A2aShape const& shape) {
-  for (int i = 1; i <= call.layout.world; ++i) {
-    int const dst_rank = (rank.rank() + i) % call.layout.world;
-    for (size_t t = 0; t < inputs.size(); ++t) {
-      int64_t const offset = tensor_offset(forms, t, dst_rank, shape.batch, shape.row_bytes());
-      send_block(inputs[t], forms[t], shape, rank.rank(), dst_rank,
-                 call.slot(rank, dst_rank) + offset);
+void send_rank(Exchange const& exchange, size_t index) {
+  RankCall const& rank = exchange.call.ranks[index];
+  int const world = exchange.call.layout.world;
+  for (int i = 1; i <= world; ++i) {
+    int const dst_rank = (rank.rank() + i) % world;
+    for (size_t t = 0; t < exchange.forms.size(); ++t) {
+      send_block(exchange.inputs[index][t], exchange.forms[t], exchange.shape, rank.rank(),
+                 dst_rank, rank.workspace.region(dst_rank, exchange.offset(t, dst_rank)));
     }
   }
 }
 
-// Inputs rank after rank. Every step runs for all ranks of this process before the next one.
-std::vector<Tensor> exchange(char const* op, std::vector<Tensor> const& inputs,
-                             std::vector<int64_t> const& plan_words,
-                             std::vector<Workspace> const& workspaces) {
-  RingCall call = open_call(op, plan_words, workspaces, MemoryKind::kCpu);
-  size_t const ranks = call.ranks.size();
-  XS_CHECK(!inputs.empty() && inputs.size() % ranks == 0, "xstage.", op,
-           ": inputs: expected the same number of tensors for each of ", ranks, " ranks, got ",
-           inputs.size());
-  size_t const per_rank = inputs.size() / ranks;
-  std::vector<A2aForm> const forms = make_forms(call.plan, static_cast<int64_t>(per_rank));
-  std::vector<std::vector<Tensor>> of_rank(ranks);
-  A2aShape shape{};
-  for (size_t i = 0; i < ranks; ++i) {
-    for (size_t t = 0; t < per_rank; ++t) {
-      check_cpu_dtype(op, "inputs", inputs[i * per_rank + t]);
-      of_rank[i].push_back(unit_last_stride(inputs[i * per_rank + t]));
-    }
-    A2aShape const own = check_inputs(op, of_rank[i], forms, call.ranks[i].rank());
-    XS_CHECK(i == 0 || (own.batch == shape.batch && own.head_dim == shape.head_dim &&
-                        own.dtype == shape.dtype),
-             "xstage.", op, ": inputs: expected the same batch, head size and dtype on all ranks");
-    shape = own;
-  }
-  take_slots(op, call, a2a_slot_bytes(forms, shape.batch, shape.row_bytes()), false);
-  mix_call(call, plan_words, agreed_facts(shape, per_rank));
-
+// Every step runs for all ranks of this process before the next one: virtual ranks share a thread.
+std::vector<Tensor> run(char const* op, std::vector<Tensor> const& inputs,
+                        std::vector<int64_t> const& plan_words,
+                        std::vector<Workspace> const& workspaces) {
+  Exchange const exchange = open_exchange(op, inputs, plan_words, workspaces, false);
+  RingCall const& call = exchange.call;
   for (RankCall const& rank : call.ranks) {
     announce_slots(rank.workspace, rank.taken.slot, call.free_slots());
   }
-  for (size_t i = 0; i < ranks; ++i) {
-    if (wait_for_slot(call.ranks[i].workspace, call.ranks[i].taken.slot)) {
-      send_rank(call, call.ranks[i], of_rank[i], forms, shape);
-    }
+  for (size_t i = 0; i < call.ranks.size(); ++i) {
+    RankCall const& rank = call.ranks[i];
+    if (wait_for_slot(rank.workspace, rank.taken.slot)) send_rank(exchange, i);
   }
   for (RankCall const& rank : call.ranks) publish(rank.workspace, call_epoch(rank.workspace));
   std::vector<Tensor> outputs;
-  for (size_t i = 0; i < ranks; ++i) {
-    RankCall const& rank = call.ranks[i];
+  for (RankCall const& rank : call.ranks) {
     bool const ok =
         wait_for_ranks(rank.workspace, call_epoch(rank.workspace) - 1, Phase::kA2aArrival);
-    for (Tensor& output : received_tensors(call, rank, forms, shape, inputs.front().device())) {
+    for (Tensor& output : received_tensors(exchange, rank)) {
       if (!ok) {
         std::memset(output.mutable_data_ptr(), 0xff,
-                    static_cast<size_t>(output.numel() * element_bytes(shape.dtype)));
+                    static_cast<size_t>(output.numel() * element_bytes(exchange.shape.dtype)));
       }
       outputs.push_back(output);
     }
@@ -96,12 +73,12 @@ std::vector<Tensor> exchange(char const* op, std::vector<Tensor> const& inputs,
 
 std::vector<Tensor> ulysses_a2a(std::vector<Tensor> inputs, std::vector<int64_t> plan,
                                 std::vector<int64_t> workspace) {
-  return exchange("ulysses_a2a", inputs, plan, {read_workspace(workspace)});
+  return run("ulysses_a2a", inputs, plan, {read_workspace(workspace)});
 }
 
 std::vector<Tensor> ulysses_a2a_virtual(std::vector<Tensor> inputs, std::vector<int64_t> plan,
                                         std::vector<int64_t> workspaces) {
-  return exchange("ulysses_a2a_virtual", inputs, plan, read_virtual_workspaces(workspaces));
+  return run("ulysses_a2a_virtual", inputs, plan, read_virtual_workspaces(workspaces));
 }
 
 }  // namespace

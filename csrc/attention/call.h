@@ -87,7 +87,7 @@ inline int64_t output_slot_bytes(AttentionLayout const& layout, int64_t batch, i
   return round_up(batch * layout.rows.largest() * layout.heads.total() * row_bytes, kSlotAlign);
 }
 
-inline void check_cpu_dtype(char const* op, char const* name, Tensor const& tensor) {
+inline void check_float_dtype(char const* op, char const* name, Tensor const& tensor) {
   ScalarType const type = tensor.scalar_type();
   XS_CHECK(type == ScalarType::BFloat16 || type == ScalarType::Half || type == ScalarType::Float,
            "xstage.", op, ": ", name, ": expected bfloat16, float16 or float32, got ",

@@ -9,7 +9,7 @@ std::tuple<Tensor, Tensor> attention(char const* op, Tensor const& q, Tensor con
       plan_words.empty() ? single_rank_plan(op, q, k) : read_attention_plan(plan_words);
   XS_CHECK(plan.world == 1, "xstage.", op, ": plan: expected one of 1 rank, got one of ",
            plan.world, "; ", op, " computes on its own rank only");
-  check_cpu_dtype(op, "q", q);
+  check_float_dtype(op, "q", q);
   Tensor const q_unit = unit_last_stride(q);
   Tensor const k_unit = unit_last_stride(k);
   Tensor const v_unit = unit_last_stride(v);
@@ -41,7 +41,7 @@ struct CheckedRank {
 
 CheckedRank check_rank(char const* op, RankOperands const& operands,
                        AttentionOptions const& options, RingCall const& call, int rank) {
-  check_cpu_dtype(op, "q", operands.q);
+  check_float_dtype(op, "q", operands.q);
   RankOperands const unit{unit_last_stride(operands.q), unit_last_stride(operands.k),
                           unit_last_stride(operands.v)};
   AttentionProblem const problem = make_problem(op, unit.q, unit.k, unit.v, options,

@@ -85,31 +85,53 @@ __device__ __forceinline__ void poison(void* bytes, int64_t num_bytes, int threa
   }
 }
 
-// One whole warp, before the call that stores into output slot `slot` of every rank. `free_slots`
-// has a bit for every slot that nobody on this rank's stream reads any more, and always bit `slot`.
-// Announces those to all ranks, so that later calls rarely wait, then waits until every rank has
-// released `slot` since its last use. Idempotent per call, so it replays in CUDA graphs.
-__device__ __forceinline__ bool grant_slot(Workspace const& workspace, int slot,
-                                           uint32_t free_slots) {
+// Output slots (slots.h), before a call that stores into slot `slot` of every rank. In two steps, so
+// that an operator may take them in its own kernel: one warp of the rank announces, every block
+// waits, and the block that ends the call records the use.
+
+// One whole warp. `free_slots` has a bit for every slot that nobody on this rank's stream reads any
+// more, and always bit `slot`. Idempotent per call, so it replays in CUDA graphs.
+__device__ __forceinline__ void announce_slots(Workspace const& workspace, uint64_t epoch,
+                                               uint32_t free_slots) {
   int const lane = static_cast<int>(threadIdx.x % 32);
-  uint64_t const epoch = call_epoch(workspace);
-  Channel* const own = workspace.channel_of(workspace.rank);
+  if (lane >= workspace.world) return;
+  // Earlier kernels of this stream have read the slots; the fence puts that before the release.
+  fence_proxy_async();
+  fence_acq_rel_sys();
+  Channel* const dst = workspace.channel_of(lane);
+  for (int s = 0; s < kMaxSlots; ++s) {
+    if ((free_slots >> s) & 1) st_release_sys(&dst->released[s][workspace.rank], epoch);
+  }
+}
+
+// One whole warp: waits until every rank has released `slot` since its last use.
+__device__ __forceinline__ bool wait_for_slot(Workspace const& workspace, uint64_t epoch,
+                                              int slot) {
+  int const lane = static_cast<int>(threadIdx.x % 32);
+  Channel const* const own = workspace.channel_of(workspace.rank);
   bool ok = true;
   if (lane < workspace.world) {
-    // Earlier kernels of this stream have read the slots; the fence puts that before the release.
-    fence_proxy_async();
-    fence_acq_rel_sys();
-    Channel* const dst = workspace.channel_of(lane);
-    for (int s = 0; s < kMaxSlots; ++s) {
-      if ((free_slots >> s) & 1) st_release_sys(&dst->released[s][workspace.rank], epoch);
-    }
     uint64_t const* const word = &own->released[slot][lane];
     WaitSite const site{Phase::kSlotCredit, lane, epoch, own->last_use[slot] + 1};
     ok = wait_until(workspace, site, [&] { return ld_acquire_sys(word); });
     ok = ok && !aborted(workspace);
   }
-  ok = __all_sync(0xffffffffu, ok);
-  if (ok && lane == 0) own->last_use[slot] = epoch;
+  return __all_sync(0xffffffffu, ok);
+}
+
+// One thread, when nobody waits for the slot any more.
+__device__ __forceinline__ void record_slot_use(Workspace const& workspace, uint64_t epoch,
+                                                int slot) {
+  workspace.channel_of(workspace.rank)->last_use[slot] = epoch;
+}
+
+// All three for one warp before the operator's kernel. Later calls rarely wait.
+__device__ __forceinline__ bool grant_slot(Workspace const& workspace, int slot,
+                                           uint32_t free_slots) {
+  uint64_t const epoch = call_epoch(workspace);
+  announce_slots(workspace, epoch, free_slots);
+  bool const ok = wait_for_slot(workspace, epoch, slot);
+  if (ok && threadIdx.x % 32 == 0) record_slot_use(workspace, epoch, slot);
   return ok;
 }
 

@@ -1,0 +1,171 @@
+// CUDA forms of ulysses_a2a and ulysses_a2a_virtual: one kernel per call.
+#include "call.h"
+#include "kernel_sm90.cuh"
+
+namespace xstage {
+namespace {
+
+// Enough to fill the link by either path, few enough to leave SMs to others (csrc/a2a/README.md).
+constexpr int kDefaultBlocks = 64;
+constexpr int64_t kSmallestChunk = 2048;
+
+enum class Mover { kBulk, kVector16, kVector2 };
+
+bool aligned(A2aParams const& params, size_t num_ranks) {
+  int64_t bits = params.row_bytes;
+  for (size_t r = 0; r < num_ranks; ++r) {
+    for (int t = 0; t < params.num_tensors; ++t) {
+      A2aRankParams const& rank = params.ranks[r];
+      bits |= reinterpret_cast<int64_t>(rank.source[t]) | rank.batch_stride[t] |
+              rank.row_stride[t] | rank.head_stride[t];
+    }
+  }
+  return bits % 16 == 0;
+}
+
+// Rows of a tensor that make a chunk: about two chunks per block and destination where there is
+// enough to send, never more than a stage holds.
+int32_t rows_per_chunk(Exchange const& exchange, A2aForm const& form, int64_t blocks) {
+  int64_t most_heads = 1;
+  int64_t rows = 1;
+  for (int src = 0; src < form.world; ++src) {
+    for (int dst = 0; dst < form.world; ++dst) {
+      A2aBlock const block = block_between(form, src, dst);
+      most_heads = max_of<int64_t>(most_heads, block.num_heads);
+      rows = max_of<int64_t>(rows, block.num_rows);
+    }
+  }
+  int64_t const line_bytes = most_heads * exchange.shape.row_bytes();
+  int64_t const share = ceil_div(rows * exchange.shape.batch * line_bytes * form.world, 2 * blocks);
+  int64_t const chunk = min_of<int64_t>(kStageBytes, max_of(kSmallestChunk, share));
+  return static_cast<int32_t>(max_of<int64_t>(1, chunk / line_bytes));
+}
+
+void fill_rank(A2aRankParams& rank, Exchange const& exchange, size_t index) {
+  rank.workspace = exchange.call.ranks[index].workspace;
+  int64_t const element = element_bytes(exchange.shape.dtype);
+  for (size_t t = 0; t < exchange.forms.size(); ++t) {
+    Tensor const& input = exchange.inputs[index][t];
+    OperandStrides const stride = operand_strides(input);
+    rank.source[t] = static_cast<char const*>(input.const_data_ptr());
+    // The stride of a dimension of one element says nothing.
+    rank.batch_stride[t] = input.size(0) == 1 ? 0 : stride.batch * element;
+    rank.row_stride[t] = input.size(1) == 1 ? 0 : stride.row * element;
+    rank.head_stride[t] = (input.size(2) == 1 ? input.size(3) : stride.head) * element;
+  }
+}
+
+A2aParams make_params(Exchange const& exchange, int64_t blocks) {
+  A2aParams params{};
+  params.num_tensors = static_cast<int32_t>(exchange.forms.size());
+  params.batch = static_cast<int32_t>(exchange.shape.batch);
+  params.row_bytes = static_cast<int32_t>(exchange.shape.row_bytes());
+  params.slot = exchange.call.slot_index();
+  params.slot_offset = exchange.call.ring.offset(params.slot);
+  params.slot_bytes = exchange.slot_bytes();
+  params.free_slots = exchange.call.free_slots();
+  for (size_t t = 0; t < exchange.forms.size(); ++t) {
+    params.tensors[t].form = exchange.forms[t];
+    params.tensors[t].chunk_rows = rows_per_chunk(exchange, exchange.forms[t], blocks);
+    for (int r = 0; r < exchange.call.layout.world; ++r) {
+      params.tensors[t].offset[r] = exchange.offset(t, r);
+    }
+  }
+  for (size_t i = 0; i < exchange.call.ranks.size(); ++i) {
+    fill_rank(params.ranks[i], exchange, i);
+    for (int dst = 0; dst < exchange.call.layout.world; ++dst) {
+      int const src = exchange.call.ranks[i].rank();
+      params.chunks = max_of(params.chunks, chunks_between(params, src, dst));
+    }
+  }
+  return params;
+}
+
+// A line is what one row of a block takes; the bulk path stages whole lines.
+bool lines_fit(A2aParams const& params) {
+  for (int t = 0; t < params.num_tensors; ++t) {
+    A2aForm const& form = params.tensors[t].form;
+    for (int r = 0; r < form.world; ++r) {
+      if (static_cast<int64_t>(form.heads[r].count) * params.row_bytes > kStageBytes) return false;
+    }
+  }
+  return true;
+}
+
+Mover choose_mover(A2aParams const& params, size_t num_ranks, StorePath path) {
+  if (!aligned(params, num_ranks)) return Mover::kVector2;
+  if (path == StorePath::kVector || !lines_fit(params)) return Mover::kVector16;
+  return Mover::kBulk;
+}
+
+struct Kernel {
+  void* entry;
+  int threads;
+  int shared_bytes;
+};
+
+Kernel kernel_of(Mover mover) {
+  switch (mover) {
+    case Mover::kVector16:
+      return {reinterpret_cast<void*>(&a2a_vector_kernel<uint4>), kVectorThreads, 0};
+    case Mover::kVector2:
+      return {reinterpret_cast<void*>(&a2a_vector_kernel<uint16_t>), kVectorThreads, 0};
+    default:
+      return {reinterpret_cast<void*>(&a2a_bulk_kernel), kWarpThreads,
+              static_cast<int>(sizeof(BulkStorage))};
+  }
+}
+
+// Virtual ranks wait for each other within the launch, so all their blocks must run at once.
+void launch(Exchange const& exchange, cudaStream_t stream) {
+  int64_t const ranks = static_cast<int64_t>(exchange.call.ranks.size());
+  int64_t const wanted =
+      exchange.call.plan.num_sms != 0 ? exchange.call.plan.num_sms : kDefaultBlocks;
+  int64_t const blocks = max_of<int64_t>(1, wanted / ranks);
+  A2aParams params = make_params(exchange, blocks);
+  Kernel const kernel = kernel_of(choose_mover(
+      params, exchange.call.ranks.size(), static_cast<StorePath>(exchange.call.plan.store_path)));
+  XS_CUDA(cudaFuncSetAttribute(kernel.entry, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               kernel.shared_bytes));
+  dim3 const grid(static_cast<unsigned>(blocks), static_cast<unsigned>(ranks));
+  void* arguments[] = {&params};
+  dim3 const threads(static_cast<unsigned>(kernel.threads));
+  size_t const shared = static_cast<size_t>(kernel.shared_bytes);
+  XS_CUDA(ranks > 1
+              ? cudaLaunchCooperativeKernel(kernel.entry, grid, threads, arguments, shared, stream)
+              : cudaLaunchKernel(kernel.entry, grid, threads, arguments, shared, stream));
+}
+
+std::vector<Tensor> run(char const* op, std::vector<Tensor> const& inputs,
+                        std::vector<int64_t> const& plan,
+                        std::vector<Workspace> const& workspaces) {
+  XS_CHECK(!inputs.empty(), "xstage.", op, ": inputs: expected at least one tensor per rank");
+  DeviceGuard const guard(inputs.front().get_device_index());
+  cudaStream_t const stream = current_stream(inputs.front());
+  Exchange const exchange = open_exchange(op, inputs, plan, workspaces, is_capturing(stream));
+  launch(exchange, stream);
+  std::vector<Tensor> outputs;
+  for (RankCall const& rank : exchange.call.ranks) {
+    for (Tensor& output : received_tensors(exchange, rank)) outputs.push_back(output);
+  }
+  return outputs;
+}
+
+std::vector<Tensor> ulysses_a2a(std::vector<Tensor> inputs, std::vector<int64_t> plan,
+                                std::vector<int64_t> workspace) {
+  return run("ulysses_a2a", inputs, plan, {read_workspace(workspace)});
+}
+
+std::vector<Tensor> ulysses_a2a_virtual(std::vector<Tensor> inputs, std::vector<int64_t> plan,
+                                        std::vector<int64_t> workspaces) {
+  return run("ulysses_a2a_virtual", inputs, plan, read_virtual_workspaces(workspaces));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(xstage, CUDA, m) {
+  m.impl("ulysses_a2a", TORCH_BOX(&ulysses_a2a));
+  m.impl("ulysses_a2a_virtual", TORCH_BOX(&ulysses_a2a_virtual));
+}
+
+}  // namespace xstage
