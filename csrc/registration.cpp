@@ -24,6 +24,9 @@ STABLE_TORCH_LIBRARY(xstage, m) {
   m.def("handshake_virtual(Tensor[] payloads, int[] workspaces, int slots=0) -> Tensor[]");
   m.def("handshake_region_bytes(int world, int row_bytes, int slots=0) -> int");
 
+  // Sizes of the structures that Python shares with the binary, in the order of _faults.Layout.
+  m.def("workspace_layout() -> int[]");
+
   // Tells all peers, in stream order, that this rank takes no further part (Failure in
   // csrc/common/workspace.h). `block` is this rank's memory; it selects the device.
   m.def("workspace_announce(Tensor block, int failure, int[] workspace) -> ()");

@@ -6,3 +6,5 @@ from . import _binary
 from .version import __version__ as __version__
 
 _binary.load()
+
+from .workspace import SymmetricWorkspace as SymmetricWorkspace  # noqa: E402

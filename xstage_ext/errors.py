@@ -4,7 +4,17 @@ from __future__ import annotations
 
 
 class XStageError(RuntimeError):
-    """Base of all errors below."""
+    """Base of all errors below.
+
+    Attributes
+    ----------
+    record
+        The fault record behind an error that a kernel found; else None.
+    """
+
+    def __init__(self, text: str = "", record: object | None = None) -> None:
+        super().__init__(text)
+        self.record = record
 
 
 class BinaryError(XStageError):
@@ -23,9 +33,13 @@ class WorkspaceError(XStageError):
     """A workspace is closed, too small, out of slots, or its ranks disagree."""
 
 
+class RoutingError(XStageError):
+    """A kernel masked an expert id that is out of range."""
+
+
 class PeerTimeout(XStageError):
     """A rank waited for another longer than the deadline."""
 
 
 class PeerError(XStageError):
-    """Another rank refused the same call."""
+    """Another rank refused the same call, gave up on it, or has ended."""

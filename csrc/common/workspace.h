@@ -148,7 +148,9 @@ constexpr int64_t num_workspace_fields() {
   return count + kMaxRanks;
 }
 
-inline Workspace read_workspace(std::vector<int64_t> const& words) {
+// Reads a descriptor. Refuses a workspace whose fault record is taken, so that a call after a fault
+// fails on the host; an announcement passes allow_failed.
+inline Workspace read_workspace(std::vector<int64_t> const& words, bool allow_failed = false) {
   WireReader reader(words, WireKind::kWorkspace, "workspace", num_workspace_fields());
   Workspace workspace{};
 #define X(name, min, max, meaning) workspace.name = reader.next(#name, min, max);
@@ -162,6 +164,13 @@ inline Workspace read_workspace(std::vector<int64_t> const& words) {
   }
   XS_CHECK(workspace.rank < workspace.world, "xstage: workspace: rank ", workspace.rank,
            " in a group of ", workspace.world);
+  if (workspace.host_page != 0 && !allow_failed) {
+    FaultRecord const* const record = workspace.fault_record(kFatalRecord);
+    XS_CHECK(__atomic_load_n(&record->kind, __ATOMIC_ACQUIRE) == 0, "xstage: workspace: call ",
+             record->epoch, " of channel ", record->channel, " failed on rank ", record->rank,
+             " waiting for rank ", record->src_rank,
+             "; SymmetricWorkspace.check() says why, reset() on every rank recovers");
+  }
   return workspace;
 }
 

@@ -58,11 +58,16 @@ std::vector<Tensor> handshake_virtual(std::vector<Tensor> payloads, std::vector<
 }
 
 void announce(Tensor const&, int64_t failure, std::vector<int64_t> workspace) {
-  cpu::announce_failure(read_workspace(workspace), read_failure(failure));
+  cpu::announce_failure(read_workspace(workspace, true), read_failure(failure));
 }
 
 int64_t region_bytes(int64_t world, int64_t row_bytes, int64_t slots) {
   return make_layout(world, row_bytes, slots).region_bytes();
+}
+
+std::vector<int64_t> layout() {
+  return {kControlBytes, sizeof(HostPage), sizeof(HostChannel),         kMaxRanks,
+          kMaxChannels,  kMaxSlots,        offsetof(Control, channels), sizeof(Channel)};
 }
 
 }  // namespace
@@ -74,6 +79,7 @@ STABLE_TORCH_LIBRARY_IMPL(xstage, CPU, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(xstage, CompositeExplicitAutograd, m) {
+  m.impl("workspace_layout", TORCH_BOX(&layout));
   m.impl("handshake_region_bytes", TORCH_BOX(&region_bytes));
 }
 

@@ -123,7 +123,8 @@ std::vector<Tensor> handshake_virtual(std::vector<Tensor> payloads, std::vector<
 
 void announce(Tensor const& block, int64_t failure, std::vector<int64_t> workspace) {
   DeviceGuard const guard(block.get_device_index());
-  launch_announce_failure(read_workspace(workspace), read_failure(failure), current_stream(block));
+  launch_announce_failure(read_workspace(workspace, true), read_failure(failure),
+                          current_stream(block));
 }
 
 }  // namespace

@@ -1,0 +1,21 @@
+"""Memory of a group inside one process: a world of one, or virtual ranks on one device."""
+
+from __future__ import annotations
+
+import torch
+
+
+class LocalMemory:
+    """`world` plain tensors."""
+
+    def __init__(self, world: int, nbytes: int, device: torch.device, name: str) -> None:
+        self.name = name
+        self._blocks = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(world)]
+        self.addresses = [block.data_ptr() for block in self._blocks]
+        self.own_ranks = list(range(world))
+
+    def block(self, rank: int) -> torch.Tensor:
+        return self._blocks[rank]
+
+    def free(self) -> None:
+        self._blocks = []

@@ -1,0 +1,155 @@
+"""Small collective exchanges between the hosts of a group, over a key-value store.
+
+A store (torch's TCPStore, FileStore, HashStore, or the one behind a process group) is used instead
+of the group's collectives, because it needs no device, never blocks for longer than it is told, and
+can say which rank is missing.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import time
+from typing import Any
+
+from torch._C import _DistNetworkError as DistNetworkError
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from .errors import PeerError, PeerTimeout
+
+_SETUP_SECONDS = 300.0
+
+
+class Exchange:
+    """All-gathers and barriers of one group.
+
+    Parameters
+    ----------
+    store
+        Key-value store that all ranks of the group see; None in a group of one.
+    rank, world
+        This rank's number in the group (not its global rank), and the size of the group.
+    timeout_ms
+        Deadline of each exchange; 0 means 300 s, since set-up must end.
+    """
+
+    def __init__(self, store: Store | None, rank: int, world: int, timeout_ms: int) -> None:
+        self.rank = rank
+        self.world = world
+        self.seconds = timeout_ms / 1000 if timeout_ms > 0 else _SETUP_SECONDS
+        self._round = 0
+        self._store: Store | None = None
+        self.uid = "0"
+        if store is None or world == 1:
+            return
+        # Every rank counts its own creations, so that ranks which create workspaces in the same
+        # order meet under the same prefix, whatever else shares the store.
+        with _store_errors(self, "set-up"):
+            number = store.add(f"xstage/created/{rank}", 1)
+        self.uid = str(number)
+        self._store = PrefixStore(f"xstage/{number}", store)
+
+    @property
+    def store(self) -> Store | None:
+        """The store under this exchange's own prefix; None in a group of one."""
+        return self._store
+
+    def all_gather(self, value: Any, what: str) -> list[Any]:
+        """Values of all ranks in rank order. `value` is anything JSON can carry.
+
+        Raises
+        ------
+        PeerTimeout
+            Naming the ranks that did not come, and `what` they were awaited for.
+        PeerError
+            When the store itself is gone, as when the rank that serves it died.
+        """
+        if self._store is None:
+            return [value]
+        self._round += 1
+        keys = [f"{self._round}/{r}" for r in range(self.world)]
+        with _store_errors(self, what):
+            self._store.set(keys[self.rank], json.dumps(value))
+            self._wait(keys, what)
+            values = [json.loads(self._store.get(key)) for key in keys]
+            # Whoever has posted this round has read the previous one.
+            if self._round > 1:
+                self._store.delete_key(f"{self._round - 1}/{self.rank}")
+        return values
+
+    def barrier(self, what: str) -> None:
+        """Return when every rank has come; errors as in `all_gather`."""
+        self.all_gather(None, what)
+
+    def post_reason(self, reason: str) -> None:
+        """Leave a text that peers can read after this rank failed. Never raises."""
+        if self._store is None:
+            return
+        try:
+            self._store.set(f"reason/{self.rank}", reason)
+        except Exception:  # noqa: BLE001 - the store may be gone; the failure is told otherwise too
+            return
+
+    def reason_of(self, rank: int) -> str | None:
+        """The text that a failed rank left, if any. Never raises, never waits."""
+        if self._store is None:
+            return None
+        try:
+            key = f"reason/{rank}"
+            return self._store.get(key).decode() if self._store.check([key]) else None
+        except Exception:  # noqa: BLE001
+            return None
+
+    def clear_reason(self) -> None:
+        """Take this rank's text back. Never raises."""
+        if self._store is None:
+            return
+        try:
+            self._store.delete_key(f"reason/{self.rank}")
+        except Exception:  # noqa: BLE001
+            return
+
+    def _wait(self, keys: list[str], what: str) -> None:
+        assert self._store is not None
+        deadline = time.monotonic() + self.seconds
+        missing = list(range(self.world))
+        pause = 0.0005
+        while True:
+            missing = [r for r in missing if not self._store.check([keys[r]])]
+            if not missing:
+                return
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise PeerTimeout(
+                    f"rank {self.rank} of {self.world} waited {self.seconds * 1000:.0f} ms for "
+                    f"rank {_listed(missing)} in {what}"
+                )
+            # `wait` on the first missing key sleeps in the store; short slices keep Ctrl-C alive.
+            slice_s = min(left, 0.5)
+            try:
+                self._store.wait([keys[missing[0]]], datetime.timedelta(seconds=slice_s))
+            except (RuntimeError, ValueError):  # DistStoreError is a RuntimeError: a slice passed
+                time.sleep(pause)
+                pause = min(pause * 2, 0.01)
+
+
+class _store_errors:  # noqa: N801 - reads as a statement
+    """Turn a lost store into PeerError in words."""
+
+    def __init__(self, exchange: Exchange, what: str) -> None:
+        self._exchange = exchange
+        self._what = what
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, DistNetworkError):
+            raise PeerError(
+                f"rank {self._exchange.rank} of {self._exchange.world} lost the group's store in "
+                f"{self._what}; the rank that serves it has probably ended: {error}"
+            ) from error
+
+
+def _listed(ranks: list[int]) -> str:
+    return " and ".join(str(r) for r in ranks)

@@ -1,0 +1,108 @@
+"""One operator instance's share of a symmetric workspace."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from ._resources import DIGEST_WORD, round_up
+
+if TYPE_CHECKING:
+    from .workspace import SymmetricWorkspace
+
+
+class ChannelLease:
+    """The counters and the region of one operator instance (one layer, or layers in one order).
+
+    Its calls follow each other on one stream; use a channel per stream.
+
+    Attributes
+    ----------
+    name, index, offset, nbytes
+        As reserved; `offset` counts from the start of every block.
+    """
+
+    def __init__(
+        self,
+        workspace: SymmetricWorkspace,
+        name: str,
+        index: int,
+        offset: int,
+        nbytes: int,
+        counter_bytes: int | None,
+    ) -> None:
+        self.workspace = workspace
+        self.name = name
+        self.index = index
+        self.offset = offset
+        self.nbytes = nbytes
+        self.reserved_bytes = round_up(nbytes)
+        self.counter_bytes = nbytes if counter_bytes is None else counter_bytes
+        self._words: dict[int, list[int]] = {}
+
+    def words(self, digest: int = 0, rank: int | None = None) -> list[int]:
+        """The `workspace` argument of an operator for one call.
+
+        Parameters
+        ----------
+        digest
+            Signed 64-bit digest of plan and shapes; rides in the call's signal and is compared.
+        rank
+            Which virtual rank; None: this process's (first) rank.
+
+        Raises
+        ------
+        WorkspaceError, PeerTimeout, PeerError
+            As `SymmetricWorkspace.check`.
+        """
+        self.workspace.begin()
+        resources = self.workspace._resources
+        rank = resources.own_ranks[0] if rank is None else rank
+        words = self._words.get(rank)
+        if words is None:
+            words = resources.words(
+                rank, channel=self.index, offset=self.offset, nbytes=self.nbytes
+            )
+            self._words[rank] = words
+        words = list(words)
+        words[DIGEST_WORD] = digest
+        return words
+
+    def virtual_words(self, digest: int = 0) -> list[int]:
+        """The `workspaces` argument of an operator that plays all virtual ranks."""
+        return [word for rank in self.workspace.own_ranks for word in self.words(digest, rank)]
+
+    def region(self, rank: int | None = None) -> torch.Tensor:
+        """The region in a rank's block: uint8 [nbytes]; None: this process's (first) rank."""
+        self.workspace._require_open()
+        resources = self.workspace._resources
+        rank = resources.own_ranks[0] if rank is None else rank
+        return resources.memory.block(rank)[self.offset : self.offset + self.nbytes]
+
+    def refuse(self, reason: str) -> None:
+        """See `SymmetricWorkspace.refuse`."""
+        self.workspace.refuse(f"channel {self.name!r}: {reason}")
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Around one call's host code: an exception inside refuses the call for all ranks.
+
+        Checks for faults afterwards where that costs nothing: on the CPU the call has ended.
+        """
+        workspace = self.workspace
+        try:
+            yield
+        except Exception as error:
+            if not workspace.closed and workspace._failure is None:
+                workspace.check()  # a fault that a kernel found explains the error better
+                self.refuse(f"{type(error).__name__}: {error}".splitlines()[0])
+            raise
+        if workspace.device.type == "cpu":
+            workspace.check()
+
+    def release(self) -> None:
+        """Give counters and region back. All ranks release in the same order, when idle."""
+        self.workspace._release(self)
