@@ -246,4 +246,42 @@ class TokenPull {
   double speed_ = 1.0;
 };
 
+enum SimulationEvent : int32_t {
+  kBegin,          // look for the next tile, or look at its flags again
+  kArithmeticEnd,  // the main loop's arithmetic is done
+  kGateOpen,       // loads have left the shadow of the worker's own stores
+  kOperandsEnd,    // device memory has delivered
+  kEpilogueEnd,
+  kIssueEnd,      // T0 is over
+  kCapacityFree,  // few enough bytes are in flight
+  kVisible,       // completion-coupled: the fence returns
+  kSlice,         // the next slice of a paced tile leaves
+  kStagingFree    // the staging buffer may be written again
+};
+
+// Columns of the per-worker result.
+enum SimulatedColumn { kMath, kFlagWait, kShadowWait, kMemoryWait, kIssue, kStall, kEnd, kColumns };
+
+struct SimulatedWorker {
+  explicit SimulatedWorker(TileCursor<int32_t const*> cursor_) : cursor(cursor_) {}
+
+  TileCursor<int32_t const*> cursor;
+  Tile tiles[2];
+  int32_t turn = 0;
+  int32_t open = 0;  // conditions that the current step still waits for
+  bool has_tile = false;
+  bool waits_for_staging = false;
+  bool done = false;
+  double since = 0.0;      // when the current step began
+  double main_us = 0.0;    // length of the current main loop
+  double shadow_us = 0.0;  // part of the current main loop in the shadow
+  double tile_begin = 0.0;
+  double main_begin = 0.0;
+  double gate_level = 0.0;     // loads are free when the link's level reaches it
+  double staging_level = 0.0;  // the staging buffer is free when it is reached and no slice is left
+  int32_t slices_left = 0;
+  double slice_bytes = 0.0;
+  double times[kColumns] = {};
+};
+
 }  // namespace xstage

@@ -1,0 +1,281 @@
+"""Predicts megamoe calls: the kernel's own schedule (schedule.h) against the Burst-Gap law.
+
+The event loop is C++ (csrc/megamoe/simulation.h); here a machine profile becomes its numbers. What
+comes out is a prediction, never a measurement.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .machine import MachineProfile
+from .planner.megamoe import STORES, MegaMoePlan
+
+MECHANISM_OF_STORE = {"st": "st", "bulk": "bulk", "paced": "bulk"}
+"""The profile's mechanism behind each value of a plan's `store`."""
+
+COUPLINGS = {"law": 0.0, "completion": 1.0, "unbounded": 2.0}
+"""`law`: stores hold the issuer up as the Burst-Gap law says. `completion`: it waits until they are
+visible. `unbounded`: stores never hold anybody up."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Assumptions:
+    """What the simulator needs beyond a machine profile and a plan. Stated, not measured.
+
+    Attributes
+    ----------
+    setup_us : float
+        Start of the kernel until tokens can be pulled: counting, routes, one exchange of signals.
+    prefetch_stages : int
+        Operand stages loaded ahead of the main loop; they cover the first part of a shadow.
+    block_k : int
+        Depth of a stage in elements.
+    l2_reuse : float
+        Share of L2 that operands can rely on.
+    hbm_sm_share : float
+        One SM reads at most this multiple of its even share of the memory rate.
+    pull_share : float
+        Share of the egress that answers to the peers' pulls get while stores want it too.
+    pace_duty : float
+        Paced tiles leave over this share of the next main loop.
+    visibility_us : float or None
+        Latency of the final fence and signal; None: the profile's.
+    tickets : bool
+        Workers draw tiles from a counter instead of the static deal.
+    """
+
+    setup_us: float = 12.0
+    prefetch_stages: int = 4
+    block_k: int = 64
+    l2_reuse: float = 0.6
+    hbm_sm_share: float = 1.5
+    pull_share: float = 0.5
+    pace_duty: float = 0.9
+    visibility_us: float | None = None
+    tickets: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulation:
+    """A predicted call of one rank; times in us from the start of the kernel.
+
+    Attributes
+    ----------
+    total_us : float
+        Until this rank's result is complete: tiles, drain, signal, combine.
+    tiles_us, drained_us, pulled_us : float
+        Last tile done; last byte left; last row pulled.
+    combine_us : float
+        What the combine adds at the end.
+    store_bytes, pull_bytes, memory_bytes : float
+        Bytes to other ranks; bytes pulled from them; operand bytes that came from device memory.
+    workers : float64 array [clusters, 7]
+        Columns `WORKER_COLUMNS`.
+    link : float64 array [bins, 2]
+        GB/s of own stores and of answers to pulls.
+    bin_us : float
+        Width of a bin.
+    tiles : float64 array [tiles, 8]
+        Columns `TILE_COLUMNS`; empty unless traced.
+    """
+
+    total_us: float
+    tiles_us: float
+    drained_us: float
+    pulled_us: float
+    combine_us: float
+    store_bytes: float
+    pull_bytes: float
+    memory_bytes: float
+    workers: npt.NDArray[np.float64]
+    link: npt.NDArray[np.float64]
+    bin_us: float
+    tiles: npt.NDArray[np.float64]
+
+    def mean(self, column: str) -> float:
+        """Mean over the workers of a column of `WORKER_COLUMNS`, in us."""
+        return float(self.workers[:, WORKER_COLUMNS.index(column)].mean())
+
+    @property
+    def stall_us(self) -> float:
+        """Mean over the workers: waiting for the link (back-pressure), in us."""
+        return self.mean("stall_us")
+
+    @property
+    def egress_GBps(self) -> float:
+        """Bytes that left the rank over the whole call."""
+        return (self.store_bytes + self.pull_bytes) / self.total_us / 1e3
+
+
+WORKER_COLUMNS = (
+    "math_us",
+    "flag_wait_us",
+    "shadow_wait_us",
+    "memory_wait_us",
+    "issue_us",
+    "stall_us",
+    "end_us",
+)
+TILE_COLUMNS = (
+    "worker",
+    "phase",
+    "block",
+    "n",
+    "wait_begin_us",
+    "main_begin_us",
+    "store_begin_us",
+    "end_us",
+)
+
+
+def tile_us(
+    profile: MachineProfile, plan: MegaMoePlan, depth: int, block_k: int = 64
+) -> tuple[float, float]:
+    """Main loop of one tile of `depth`, and of one stage of it, in us, operands in L2."""
+    num_sms = profile.gpu.num_sms
+    per_sm = profile.rates.matrix_tflops["bf16"] * 1e6 / num_sms
+    stage_flops = 2.0 * plan.block_m * plan.block_n * block_k
+    # A cluster loads its common operand once.
+    rows = plan.block_m + plan.block_n / plan.cluster_size
+    stage_bytes = 2.0 * rows * block_k
+    l2_per_sm = profile.rates.l2_GBps * 1e3 / num_sms
+    stage = max(stage_flops / per_sm, stage_bytes / l2_per_sm)
+    return stage * -(-depth // block_k), stage
+
+
+def simulate_megamoe(
+    plan: MegaMoePlan,
+    counts: npt.ArrayLike,
+    profile: MachineProfile,
+    *,
+    rank: int = 0,
+    coupling: str = "law",
+    assume: Assumptions = Assumptions(),  # noqa: B008 (frozen)
+    trace: bool = False,
+    num_tokens: int | None = None,
+) -> Simulation:
+    """Predict one call of `torch.ops.xstage.megamoe` on one rank.
+
+    The other ranks are taken to do the same at the same time.
+
+    Parameters
+    ----------
+    plan : MegaMoePlan
+        As the operator would get it.
+    counts : int array [world, experts of this rank]
+        Rows that each source sends to each of this rank's experts.
+    rank : int
+        Which of the sources is this rank itself.
+    coupling : str
+        One of `COUPLINGS`.
+    trace : bool
+        Also record every tile.
+    num_tokens : int, optional
+        Tokens of this rank, for the combine; the plan's `max_tokens` without it.
+    """
+    rows = np.asarray(counts, dtype=np.int64)
+    machine = _machine(plan, profile, coupling, assume, int(rows.sum()))
+    mechanism = profile.mechanism(MECHANISM_OF_STORE[STORES[plan.store]])
+    curve = mechanism.R_both_GBps or mechanism.R_GBps
+    rates = torch.from_numpy(curve(np.arange(plan.num_sms + 1, dtype=np.float64)))
+    summary, workers, link, tiles = torch.ops.xstage.megamoe_simulate(
+        plan.words(), rows.reshape(-1).tolist(), rank, machine, rates, trace
+    )
+    tiles_us, drained_us, pulled_us, store_bytes, pull_bytes, memory_bytes = summary[0].tolist()
+    visibility = assume.visibility_us
+    signal = mechanism.visibility_us if visibility is None else visibility
+    tokens = plan.max_tokens if num_tokens is None else num_tokens
+    combine_us = _combine_us(plan, profile, tokens, tiles_us)
+    last = max(tiles_us, drained_us + signal + profile.rates.flag_us)
+    bin_us = _BIN_US
+    return Simulation(
+        total_us=last + combine_us + profile.rates.launch_us,
+        tiles_us=tiles_us,
+        drained_us=drained_us,
+        pulled_us=pulled_us,
+        combine_us=combine_us,
+        store_bytes=store_bytes,
+        pull_bytes=pull_bytes,
+        memory_bytes=memory_bytes,
+        workers=workers.numpy(),
+        link=link.numpy() / (bin_us * 1e3),
+        bin_us=bin_us,
+        tiles=tiles.numpy(),
+    )
+
+
+_BIN_US = 4.0
+
+
+def _machine(
+    plan: MegaMoePlan, profile: MachineProfile, coupling: str, assume: Assumptions, rows: int
+) -> torch.Tensor:
+    """The numbers of XS_SIMULATION_FIELDS, in the order that the binary names."""
+    store = STORES[plan.store]
+    name = MECHANISM_OF_STORE[store]
+    mechanism = profile.mechanism(name)
+    shadow = profile.shadow_of(name, "bulk_load")
+    tile_bytes = 2.0 * plan.block_m * plan.block_n
+    slice_bytes = tile_bytes * min(plan.slice_rows, plan.block_m) / plan.block_m
+    linear1_us, stage_us = tile_us(profile, plan, plan.hidden, assume.block_k)
+    linear2_us, _ = tile_us(profile, plan, plan.intermediate, assume.block_k)
+    even = profile.rates.hbm_GBps / profile.gpu.num_sms
+    k = float(plan.num_sms)
+    values = {
+        "linear1_us": linear1_us,
+        "linear2_us": linear2_us,
+        "epilogue_us": profile.rates.tile_overhead_us,
+        "flag_us": profile.rates.flag_us,
+        "setup_us": assume.setup_us,
+        "hbm_GBps": profile.rates.hbm_GBps,
+        "hbm_sm_GBps": even * assume.hbm_sm_share,
+        "reuse_bytes": profile.gpu.l2_bytes * assume.l2_reuse,
+        "pull_GBps": profile.rates.pull_GBps,
+        "pull_share": assume.pull_share,
+        "issue_us": float(mechanism.T0_us(k, tile_bytes)),
+        "issue_slice_us": float(mechanism.T0_us(k, slice_bytes)),
+        "capacity_bytes": float(mechanism.Q_bytes(k)) / k,
+        "passed_bytes": float(shadow.passed_bytes(k)) / k,
+        "cross_bytes": -1.0 if shadow.cross_bytes is None else shadow.cross_bytes,
+        "prefetch_us": assume.prefetch_stages * stage_us,
+        "visibility_us": mechanism.visibility_us,
+        "pace_duty": assume.pace_duty,
+        "coupling": COUPLINGS[coupling],
+        "tickets": float(assume.tickets),
+        "bin_us": _BIN_US,
+    }
+    fields = simulation_fields()
+    if set(fields) != set(values):
+        raise RuntimeError(
+            f"xstage.simulate: the binary wants {sorted(set(fields) ^ set(values))}; reinstall"
+        )
+    return torch.tensor([values[field] for field in fields], dtype=torch.float64)
+
+
+def simulation_fields() -> list[str]:
+    """Names of the simulator's numbers, in the binary's order."""
+    lines: Sequence[str] = torch.ops.xstage.megamoe_simulation_fields().splitlines()
+    return [line.split(" ", 1)[0] for line in lines]
+
+
+def _combine_us(plan: MegaMoePlan, profile: MachineProfile, tokens: int, tiles_us: float) -> float:
+    """What adding up the slots of every token costs after the last row has come.
+
+    All at the end: it reads topk rows per token and writes one, at the memory rate. Early: a token
+    is ready when the last of its experts is; with experts finishing one after the other over the
+    call, a share f^topk of the tokens is ready at the fraction f of it.
+    """
+    row = 2.0 * plan.hidden
+    whole = (plan.topk + 1.0) * tokens * row / (profile.rates.hbm_GBps * 1e3)
+    if plan.combine == 0 or tiles_us <= 0.0:
+        return whole
+    fraction = np.linspace(0.0, 1.0, 257)
+    left = (1.0 - fraction**plan.topk) * whole - (1.0 - fraction) * tiles_us
+    at_least = row * plan.topk * min(tokens, 132) / (profile.rates.hbm_GBps * 1e3)
+    return float(max(left.max(), at_least, 0.0))
