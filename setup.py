@@ -58,6 +58,25 @@ def extension_arguments(kernels: bool) -> dict[str, dict[str, Any]]:
     return arguments
 
 
+def cudart_folder(cuda_home: str) -> str | None:
+    """A folder with the libcudart.so that linkers look for.
+
+    Toolkits from pip carry only libcudart.so.N: a link to it below build/ stands in.
+    """
+    libraries = [
+        path
+        for lib in ("lib64", "lib")
+        for path in (pathlib.Path(cuda_home) / lib).glob("libcudart.so*")
+    ]
+    if not libraries or any(path.name == "libcudart.so" for path in libraries):
+        return None
+    link = ROOT / "build" / "cudart" / "libcudart.so"
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.unlink(missing_ok=True)
+    link.symlink_to(libraries[0])
+    return str(link.parent)
+
+
 def summary(machine: build_facts.Machine, decision: build_facts.Decision) -> str:
     """What is built and why, for the log."""
     kernels = f"yes, sm_90a, nvcc {machine.nvcc_version}" if decision.kernels else "no"
@@ -89,8 +108,12 @@ def main() -> None:
 
     extensions = []
     for name, arguments in extension_arguments(decision.kernels).items():
-        extension = CUDAExtension if name.endswith("_cuda_sm90") else CppExtension
-        extensions.append(extension(name, **arguments))
+        if name.endswith("_cuda_sm90"):
+            folder = cudart_folder(machine.cuda_home or "")
+            arguments["library_dirs"] = [folder] if folder else []
+            extensions.append(CUDAExtension(name, **arguments))
+        else:
+            extensions.append(CppExtension(name, **arguments))
     setup(
         ext_modules=extensions,
         cmdclass={"build_ext": BuildExtension.with_options(use_ninja=machine.ninja)},

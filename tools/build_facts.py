@@ -194,9 +194,9 @@ def decide_kernels(machine: Machine) -> tuple[bool, tuple[str, ...]]:
     if machine.nvcc_version is None:
         raise BuildError(
             f"torch {machine.torch_version} is built for CUDA {machine.torch_cuda}, but there is "
-            f"no nvcc below CUDA_HOME ({machine.cuda_home or 'unset'}); install CUDA toolkit "
-            f"{machine.torch_cuda} (`pip install nvidia-cuda-nvcc` will do), or set "
-            "XSTAGE_BUILD=cpu to leave the kernels out"
+            f"no nvcc below CUDA_HOME ({machine.cuda_home or 'unset'}); run `pip install "
+            f"'cuda-toolkit[nvcc,cccl]=={machine.torch_cuda}.*'` or point CUDA_HOME to a toolkit, "
+            "or set XSTAGE_BUILD=cpu to leave the kernels out"
         )
     torch_major, nvcc_major = (
         version_pair(v)[0] for v in (machine.torch_cuda, machine.nvcc_version)
