@@ -1,0 +1,142 @@
+"""The plan of attention and All-to-All calls: the fields of csrc/attention/plan.h."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from ..errors import PlanError
+from . import wire
+
+MAX_RANKS = 8
+TILE_ORDERS = ("own_last", "natural", "longest_first")
+STORE_PATHS = ("tensor", "bulk", "vector")
+COMPLETIONS = ("end_of_call", "every_tile")
+_ARRAYS = ("rows", "kv_rows", "heads")
+
+
+def even_split(total: int, parts: int) -> tuple[int, ...]:
+    """Cut a number into parts that differ by at most one, larger ones first.
+
+    >>> even_split(1025, 2)
+    (513, 512)
+    """
+    return tuple(total // parts + (part < total % parts) for part in range(parts))
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionPlan:
+    """Integers only; `torch.ops.xstage.plan_fields("attention")` says what each means.
+
+    Attributes
+    ----------
+    rows, kv_rows : tuple of int
+        Query and key rows that each rank owns; any lengths, also 0.
+    heads : tuple of int
+        Query heads that each rank computes; any counts, also 0.
+    kv_group : int
+        Query heads per key head. Ranks whose query heads share a key head each get a copy of it.
+    others
+        Launch parameters; 0 leaves the choice to the kernel.
+    """
+
+    rows: tuple[int, ...]
+    kv_rows: tuple[int, ...]
+    heads: tuple[int, ...]
+    kv_group: int = 1
+    num_query: int = 1
+    direction: int = 0
+    slots: int = 2
+    block_m: int = 0
+    block_n: int = 0
+    num_sms: int = 0
+    tile_order: int = 0
+    store_path: int = 0
+    slice_bytes: int = 0
+    slice_steps: int = 0
+    completion: int = 0
+
+    def __post_init__(self) -> None:
+        lengths = {len(getattr(self, name)) for name in _ARRAYS}
+        if len(lengths) != 1 or not 1 <= self.world <= MAX_RANKS:
+            raise PlanError(
+                f"xstage: attention plan: expected rows, kv_rows and heads of 1 to {MAX_RANKS} "
+                f"ranks, got {len(self.rows)}, {len(self.kv_rows)} and {len(self.heads)}"
+            )
+        if sum(self.heads) % self.kv_group:
+            raise PlanError(
+                f"xstage: attention plan: {sum(self.heads)} query heads are not a whole number of "
+                f"groups of {self.kv_group}"
+            )
+
+    @property
+    def world(self) -> int:
+        """Ranks of the group."""
+        return len(self.rows)
+
+    def key_heads(self, rank: int) -> tuple[int, int]:
+        """First key head that a rank needs, and how many."""
+        first, count = torch.ops.xstage.attention_key_heads(self.words(), rank)
+        return int(first), int(count)
+
+    def head_phase(self, rank: int) -> int:
+        """Place of a rank's first query head within its group."""
+        return sum(self.heads[:rank]) % self.kv_group
+
+    def to_sequence(self, num_tensors: int = 1) -> AttentionPlan:
+        """The plan of the All-to-All back: query-like tensors, from heads to sequence shards."""
+        return dataclasses.replace(self, direction=1, num_query=num_tensors)
+
+    def words(self) -> list[int]:
+        """The wire message, the `plan` argument of the ops."""
+        values: dict[str, int] = {"world": self.world}
+        for field in dataclasses.fields(self):
+            if field.name not in _ARRAYS:
+                values[field.name] = getattr(self, field.name)
+        for name in _ARRAYS:
+            shares = getattr(self, name)
+            for rank in range(MAX_RANKS):
+                values[f"{name}_{rank}"] = shares[rank] if rank < len(shares) else 0
+        return wire.pack("attention", _Wire(**values))
+
+    def region_bytes(self, batch: int, head_dim: int, element_bytes: int = 2) -> int:
+        """Bytes of a channel for the fused ops: `slots` outputs [B, rows, all heads, D]."""
+        needed: int = torch.ops.xstage.attention_region_bytes(
+            self.words(), batch, head_dim, element_bytes
+        )
+        return needed
+
+    def a2a_region_bytes(
+        self, num_tensors: int, batch: int, head_dim: int, element_bytes: int = 2
+    ) -> int:
+        """Bytes of a channel for `ulysses_a2a`: `slots` times what a call brings."""
+        needed: int = torch.ops.xstage.ulysses_a2a_region_bytes(
+            self.words(), num_tensors, batch, head_dim, element_bytes
+        )
+        return needed
+
+
+_SCALARS: Sequence[str] = (
+    "world",
+    "kv_group",
+    "num_query",
+    "direction",
+    "slots",
+    "block_m",
+    "block_n",
+    "num_sms",
+    "tile_order",
+    "store_path",
+    "slice_bytes",
+    "slice_steps",
+    "completion",
+)
+_Wire = dataclasses.make_dataclass(
+    "AttentionWire",
+    [(name, int) for name in _SCALARS]
+    + [(f"{name}_{rank}", int) for name in _ARRAYS for rank in range(MAX_RANKS)],
+    frozen=True,
+)
+wire.verify("attention", _Wire)
