@@ -217,6 +217,7 @@ def make_routing(
     law: RoutingLaw = "balanced",
     exponent: float = 0.8,
     remote_share: float | None = None,
+    distinct: bool = True,
     seed: int = 0,
 ) -> Routing:
     """Draw expert choices by a stated law.
@@ -234,6 +235,9 @@ def make_routing(
         Expected share of choices on other ranks' experts; None leaves it to the law
         ((world - 1)/world). Distinctness pulls it towards that when topk nears the number of
         experts of a rank; `Routing.remote_share` reports what came out.
+    distinct : bool
+        False: every slot is drawn for itself, so two slots of a token may name one expert. It keeps
+        shares and loads exact where few ranks stand in for many.
     seed : int
         Seed of everything random here.
     """
@@ -253,8 +257,13 @@ def make_routing(
             share[rank] = 1.0 - remote_share
         with np.errstate(divide="ignore"):
             logits = np.log(weight * share[:, None]).reshape(-1)
-        scores = logits + rng.gumbel(size=(tokens, num_experts))
-        chosen = np.argsort(-scores, axis=1, kind="stable")[:, :topk].astype(np.int64)
+        if distinct:
+            scores = logits + rng.gumbel(size=(tokens, num_experts))
+            chosen = np.argsort(-scores, axis=1, kind="stable")[:, :topk].astype(np.int64)
+        else:
+            cumulative = np.cumsum(np.exp(logits - logits.max()))
+            draws = rng.random((tokens, topk)) * cumulative[-1]
+            chosen = np.searchsorted(cumulative, draws, side="right").astype(np.int64)
         gate = rng.random((tokens, topk)) + 0.1
         indices.append(chosen)
         weights.append((gate / gate.sum(axis=1, keepdims=True)).astype(np.float32))

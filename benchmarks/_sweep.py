@@ -1,0 +1,304 @@
+"""The configurations of the sweep, their plans, floors, table and picture; see sweep_84.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import pathlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from xstage_ext import machine
+from xstage_ext.planner import choose
+from xstage_ext.planner.megamoe import MegaMoePlan
+from xstage_ext.planner.problem import MoEProblem
+from xstage_ext.simulate import Simulation, simulate_megamoe
+from xstage_ext.testing import Routing, make_routing
+
+CONFIGS = pathlib.Path(__file__).with_name("configs_84.json")
+
+ARMS: dict[str, dict[str, int]] = {
+    "wave/st": {"schedule": 0, "store": 0},
+    "interleaved/st": {"schedule": 1, "store": 0},
+    "wave": {"schedule": 0},
+    "interleaved": {"schedule": 1},
+    "planner": {},
+}
+"""Overrides of the planner by arm. With `st` the math warps issue plain stores (the published
+experiment); without it the planner also picks the best asynchronous way to store."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One of the 84.
+
+    Attributes
+    ----------
+    index : int
+        Position in the list, 0 to 83.
+    world, num_experts : int
+        Of the proxy: `world` ranks with as many experts each as one of `ranks` GPUs has.
+    ranks, experts : int
+        Of the real layer.
+    """
+
+    index: int
+    model: str
+    held_out: bool
+    hidden: int
+    intermediate: int
+    topk: int
+    tokens: int
+    remote_share: float
+    routing: str
+    law: str
+    exponent: float
+    world: int
+    num_experts: int
+    ranks: int
+    experts: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Short and unique."""
+        return f"{self.model} T={self.tokens} remote={self.remote_share:g} {self.routing}"
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What identifies it in result lines."""
+        fields = ("model", "tokens", "hidden", "intermediate", "num_experts", "topk")
+        rest = ("remote_share", "routing", "seed")
+        return {name: getattr(self, name) for name in fields + rest}
+
+    @property
+    def problem(self) -> MoEProblem:
+        """What the planner is told: not the actual routing."""
+        return MoEProblem(
+            world=self.world,
+            num_experts=self.num_experts,
+            topk=self.topk,
+            hidden=self.hidden,
+            intermediate=self.intermediate,
+            max_tokens=self.tokens,
+            remote_share=self.remote_share,
+        )
+
+    def draw(self) -> Routing:
+        """Expert choices of all ranks, the same for every arm."""
+        return make_routing(
+            self.world,
+            self.tokens,
+            self.num_experts,
+            self.topk,
+            law=self.law,
+            exponent=self.exponent,
+            remote_share=self.remote_share,
+            distinct=False,
+            seed=self.seed,
+        )
+
+
+def load_configs(path: pathlib.Path = CONFIGS) -> list[Config]:
+    """All configurations of a data file."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    configs: list[Config] = []
+    for shape in data["shapes"]:
+        for share in data["remote_shares"]:
+            for routing in data["routings"]:
+                for tokens in data["tokens"]:
+                    per_rank = shape["experts"] // data["ranks"]
+                    configs.append(
+                        Config(
+                            index=len(configs),
+                            model=shape["name"],
+                            held_out=shape["name"] in data["held_out"],
+                            hidden=shape["hidden"],
+                            intermediate=shape["intermediate"],
+                            topk=shape["topk"],
+                            tokens=tokens,
+                            remote_share=share,
+                            routing=routing["name"],
+                            law=routing["law"],
+                            exponent=routing["exponent"],
+                            world=data["world"],
+                            num_experts=per_rank * data["world"],
+                            ranks=data["ranks"],
+                            experts=shape["experts"],
+                            seed=data["seed"] + len(configs),
+                        )
+                    )
+    return configs
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What one rank has to do in a configuration, from the routing that was drawn.
+
+    Attributes
+    ----------
+    rank : int
+        The rank with most rows; it decides the time of the group.
+    counts : int array [world, experts per rank]
+        Rows by source and expert of that rank.
+    egress_bytes : float
+        Leaving that rank: its results to other ranks, and its tokens that they pull.
+    """
+
+    rank: int
+    counts: npt.NDArray[np.int64]
+    flops: float
+    egress_bytes: float
+    weight_bytes: float
+    load_max_over_mean: float
+    remote_share: float
+
+
+def load_of(config: Config, routing: Routing) -> Load:
+    """The heaviest rank's part."""
+    local = config.num_experts // config.world
+    counts = routing.counts(config.num_experts).reshape(config.world, config.world, local)
+    rank = int(counts.sum(axis=(0, 2)).argmax())
+    rows = counts[:, rank]
+    remote_rows = rows.sum() - rows[rank].sum()
+    pulled = counts[rank].sum() - counts[rank, rank].sum()
+    busy = int((rows.sum(axis=0) > 0).sum())
+    return Load(
+        rank=rank,
+        counts=rows,
+        flops=6.0 * rows.sum() * config.hidden * config.intermediate,
+        egress_bytes=2.0 * config.hidden * float(remote_rows + pulled),
+        weight_bytes=6.0 * busy * config.hidden * config.intermediate,
+        load_max_over_mean=routing.load_max_over_mean,
+        remote_share=routing.remote_share,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Ceiling:
+    """Times in us that no schedule can beat: arithmetic, link (dispatch included), weights."""
+
+    compute_us: float
+    link_us: float
+    weights_us: float
+
+    @property
+    def us(self) -> float:
+        """The largest of the three: everything else overlapped perfectly."""
+        return max(self.compute_us, self.link_us, self.weights_us)
+
+    @property
+    def binding(self) -> str:
+        """Its name."""
+        named = {"compute": self.compute_us, "link": self.link_us, "weights": self.weights_us}
+        return max(named, key=lambda name: named[name])
+
+
+def ceiling_of(load: Load, profile: machine.MachineProfile) -> Ceiling:
+    """Of the proxied layer on this machine."""
+    mechanism = profile.mechanism("bulk")
+    rate = float((mechanism.R_both_GBps or mechanism.R_GBps)(profile.gpu.num_sms))
+    return Ceiling(
+        compute_us=load.flops / profile.rates.matrix_tflops["bf16"] / 1e6,
+        link_us=load.egress_bytes / rate / 1e3,
+        weights_us=load.weight_bytes / profile.rates.hbm_GBps / 1e3,
+    )
+
+
+def real_link_us(config: Config, profile: machine.MachineProfile) -> float:
+    """Link floor of the real layer on `ranks` GPUs with even routing, in us.
+
+    There a token travels once to each rank that holds at least one of its experts. Two ranks cannot
+    show that saving, so the proxy pulls every row.
+    """
+    others = (config.ranks - 1) / config.ranks
+    local = config.experts // config.ranks
+    missed = math.comb(config.experts - local, config.topk) / math.comb(config.experts, config.topk)
+    ranks_per_token = (config.ranks - 1) * (1.0 - missed)
+    rows = config.tokens * (config.topk * others + ranks_per_token)
+    mechanism = profile.mechanism("bulk")
+    rate = float((mechanism.R_both_GBps or mechanism.R_GBps)(profile.gpu.num_sms))
+    return rows * 2.0 * config.hidden / rate / 1e3
+
+
+def plan_of(config: Config, arm: str, profile: machine.MachineProfile) -> MegaMoePlan:
+    """The plan of an arm: the planner's choice under the arm's overrides."""
+    return choose.choose(config.problem, profile, **ARMS[arm]).plan
+
+
+def predict(
+    config: Config, load: Load, arm: str, profile: machine.MachineProfile
+) -> tuple[MegaMoePlan, Simulation]:
+    """Simulate an arm with the routing that was drawn."""
+    plan = plan_of(config, arm, profile)
+    result = simulate_megamoe(plan, load.counts, profile, rank=load.rank, num_tokens=config.tokens)
+    return plan, result
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """Of positive numbers; NaN when there are none."""
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs)) if logs else math.nan
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """Ratios of a baseline's time to an arm's over configurations."""
+
+    mean: float
+    best: tuple[float, str]
+    worst: tuple[float, str]
+    regressions: tuple[tuple[float, str], ...]
+
+
+def summarise(
+    times: Sequence[Mapping[str, float]], names: Sequence[str], baseline: str, arm: str
+) -> Summary:
+    """Geometric mean, extremes, and every configuration below 1."""
+    ratios = [(row[baseline] / row[arm], name) for row, name in zip(times, names, strict=True)]
+    slower = tuple(sorted(pair for pair in ratios if pair[0] < 1.0))
+    return Summary(geometric_mean(r for r, _ in ratios), max(ratios), min(ratios), slower)
+
+
+def picture(
+    rows: Sequence[Mapping[str, Any]], title: str, path: pathlib.Path, kind: Callable[[Any], str]
+) -> None:
+    """Speed-up over the wave against arithmetic per byte, with every configuration's ceiling.
+
+    Parameters
+    ----------
+    rows : sequence of mappings
+        With `flop_per_byte`, `speedup` (by arm), `ceiling`, and what `kind` reads.
+    kind : callable
+        Gives the legend entry of a row.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 5.5))
+    kinds = sorted({kind(row) for row in rows})
+    colours = {name: plt.get_cmap("tab10")(i % 10) for i, name in enumerate(kinds)}
+    for row in rows:
+        x, low, high = row["flop_per_byte"], row["speedup"], row["ceiling"]
+        axes.plot([x, x], [low, high], color="0.85", linewidth=1, zorder=1)
+        axes.plot(x, high, marker="_", color="0.45", markersize=9, zorder=2)
+        axes.plot(x, low, marker="o", color=colours[kind(row)], markersize=5, zorder=3)
+    for name in kinds:
+        axes.plot([], [], "o", color=colours[name], label=name)
+    axes.plot([], [], "_", color="0.45", markersize=9, label="ceiling")
+    axes.axhline(1.0, color="0.3", linewidth=0.8)
+    axes.set_xscale("log")
+    axes.set_xlabel("floating-point operations per byte that leaves the rank")
+    axes.set_ylabel("speed-up over the wave")
+    axes.set_title(title)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
