@@ -8,3 +8,9 @@ from .version import __version__ as __version__
 _binary.load()
 
 from .workspace import SymmetricWorkspace as SymmetricWorkspace  # noqa: E402
+from . import errors as errors  # noqa: E402
+from .megamoe import MegaMoE as MegaMoE  # noqa: E402
+from .planner.problem import MoEProblem as MoEProblem  # noqa: E402
+from .support import explain as explain  # noqa: E402
+from .support import is_supported as is_supported  # noqa: E402
+from .weights import convert_weights_ as convert_weights_  # noqa: E402

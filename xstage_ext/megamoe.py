@@ -1,0 +1,423 @@
+"""The mixture-of-experts layer whose dispatch and combine run inside the compute kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+
+from . import _megamoe_fakes as _megamoe_fakes
+from . import reference
+from ._megamoe_setup import counter_bytes, differing, new_weight, wanted_impl
+from .channel import ChannelLease
+from .errors import PlanError, WorkspaceError
+from .planner import choose, wire
+from .planner.megamoe import MegaMoePlan
+from .planner.problem import MoEProblem
+from .support import resolve_device, why_not
+from .workspace import SymmetricWorkspace, region_bytes
+
+_INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+class MegaMoE(torch.nn.Module):
+    """Experts of one layer, spread over the ranks of a group. Inference only.
+
+    Routing weights multiply in fp32 where a token's results are added up, in ascending slot order,
+    so results are bitwise the same for every schedule and plan. Gate and up are rounded to bf16
+    before the activation, and so is every expert's result, as an unfused pipeline does.
+
+    Parameters
+    ----------
+    num_experts : int
+        Experts of the whole group; a multiple of its ranks. Rank r holds experts
+        r * num_experts / world and following.
+    topk : int
+        Experts per token.
+    hidden, intermediate : int
+        Widths in elements; multiples of 64.
+    max_tokens : int
+        Most tokens per rank in any call, the same on every rank; it sizes the workspace.
+    tokens : int, optional
+        Usual tokens per rank, for the planner; None: max_tokens. The same on every rank.
+    group : ProcessGroup, optional
+        None: WORLD if torch.distributed is initialised, else this process alone.
+    device : device, optional
+        None: the current CUDA device where there is one, else the CPU.
+    weight_layout : str
+        Rows of w13: "gate_up", "up_gate" or "interleaved" (one gate row, one up row in turns).
+    clamp : float, optional
+        The gate is cut at clamp, up at +-clamp, before the activation.
+    routed_scaling_factor : float
+        Multiplies the result.
+    count_load : bool
+        Add the rows that each local expert receives to the buffer `expert_load`.
+    impl : str
+        "auto" falls back where the kernel cannot run, "native" refuses, "fallback" forces torch and
+        the group's collectives. XSTAGE_IMPL=native or fallback overrides it.
+    plan : dict, optional
+        Fields of `MegaMoePlan` that are given, not chosen by the planner.
+    name : str
+        For error texts.
+
+    Attributes
+    ----------
+    w13, w2 : Parameter
+        bf16 [experts / world, 2 * intermediate, hidden] and [experts / world, hidden,
+        intermediate]; uninitialised, to be loaded by the caller.
+    decision : Decision or None
+        The planner's choice, its reason and prediction; None when falling back.
+    impl : str or None
+        "native" or "fallback" once prepared.
+    fallback_reason : str or None
+        Why the fallback runs; the same on every rank.
+
+    Examples
+    --------
+    >>> moe = MegaMoE(num_experts=8, topk=2, hidden=64, intermediate=64, max_tokens=16)
+    >>> _ = moe.w13.normal_(), moe.w2.normal_()
+    >>> moe.prepare()                          # collective: memory, agreement
+    >>> scores, ids = torch.rand(16, 8, device=moe.w13.device).topk(2)
+    >>> y = moe(torch.randn(16, 64, device=ids.device).bfloat16(), ids, scores.float())
+    >>> y.shape
+    torch.Size([16, 64])
+    >>> moe.close()
+    """
+
+    w13: torch.nn.Parameter
+    w2: torch.nn.Parameter
+    expert_load: torch.Tensor | None
+
+    def __init__(
+        self,
+        *,
+        num_experts: int,
+        topk: int,
+        hidden: int,
+        intermediate: int,
+        max_tokens: int,
+        tokens: int | None = None,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str | int | None = None,
+        weight_layout: str = "gate_up",
+        clamp: float | None = None,
+        routed_scaling_factor: float = 1.0,
+        count_load: bool = False,
+        impl: str = "auto",
+        plan: dict[str, int] | None = None,
+        name: str = "megamoe",
+    ) -> None:
+        super().__init__()
+        if clamp is not None and not clamp > 0:
+            raise PlanError(f"xstage.MegaMoE: clamp: expected a positive number, got {clamp}")
+        self.problem = MoEProblem(
+            world=dist.get_world_size(group) if dist.is_initialized() else 1,
+            num_experts=num_experts,
+            topk=topk,
+            hidden=hidden,
+            intermediate=intermediate,
+            max_tokens=max_tokens,
+            tokens=tokens,
+            weight_layout=weight_layout,
+        )
+        self.group = group
+        self.device = resolve_device(device)
+        self.clamp = clamp
+        self.routed_scaling_factor = routed_scaling_factor
+        self.name = name
+        self.impl: str | None = None
+        self.decision: choose.Decision | None = None
+        self._wanted, source = wanted_impl(impl)
+        self._reason = why_not(self.problem, self.device)
+        if self._wanted == "fallback":
+            self._reason = f"{source}=fallback"
+        if self._reason is None:
+            self.decision = choose.choose(self.problem, None, **(plan or {}))
+        elif self._wanted == "native":
+            raise PlanError(f"xstage.MegaMoE: {source}=native, but {self._reason}")
+        self.fallback_reason = self._reason
+        local = self.problem.experts_per_rank
+        self.w13 = new_weight(local, 2 * intermediate, hidden, device=self.device)
+        self.w2 = new_weight(local, hidden, intermediate, device=self.device)
+        load = torch.zeros(local, dtype=torch.int64, device=self.device) if count_load else None
+        self.register_buffer("expert_load", load, persistent=False)
+        self._lease: ChannelLease | None = None
+        self._owned: list[ChannelLease | SymmetricWorkspace] = []
+        self._words: tuple[list[int], list[int]] = [], []
+
+    # --- set-up -------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> MegaMoePlan | None:
+        """The plan of native calls."""
+        return None if self.decision is None else self.decision.plan
+
+    def bytes(self) -> int:
+        """Bytes of workspace per rank that `prepare` reserves; 0 for the fallback."""
+        return 0 if self.decision is None else self.decision.bytes
+
+    def prepare(
+        self, workspace: SymmetricWorkspace | None = None, *, share: MegaMoE | None = None
+    ) -> None:
+        """Everything slow and collective: memory, agreement between the ranks, one empty call.
+
+        Every rank of the group calls it, in the same order among its other collective calls.
+
+        Parameters
+        ----------
+        workspace : SymmetricWorkspace, optional
+            With room for `bytes()`; None: the layer makes its own.
+        share : MegaMoE, optional
+            A prepared layer of the same plan whose memory this layer uses too. Their calls must
+            follow each other on one stream, in the same order on every rank: the layers of a model.
+
+        Raises
+        ------
+        WorkspaceError
+            The ranks disagree (named), or `share` has another plan.
+        PlanError
+            impl="native", and the memory cannot be had.
+        """
+        if self.impl is not None:
+            raise WorkspaceError(f"xstage.MegaMoE: {self.name}: prepare: it is prepared already")
+        self.fallback_reason = self._agree_on_fallback(self._reason)
+        if self.fallback_reason is None:
+            try:
+                self._reserve(workspace, share)
+            except WorkspaceError as error:
+                # The same on every rank; so is the way out.
+                if share is not None or workspace is not None:
+                    raise
+                self.fallback_reason = str(error)
+        if self.fallback_reason is not None:
+            if self._wanted == "native":
+                raise PlanError(f"xstage.MegaMoE: impl=native, but {self.fallback_reason}")
+            self.impl, self.decision = "fallback", None
+            return
+        self.impl = "native"
+        self._empty_call()
+
+    def _agree_on_fallback(self, reason: str | None) -> str | None:
+        """One rank's reason is every rank's."""
+        if self.problem.world == 1:
+            return reason
+        reasons: list[str | None] = [None] * self.problem.world
+        dist.all_gather_object(reasons, reason, group=self.group)
+        for rank, theirs in enumerate(reasons):
+            if theirs is not None:
+                return theirs if theirs == reason else f"rank {rank}: {theirs}"
+        return None
+
+    def _reserve(self, workspace: SymmetricWorkspace | None, share: MegaMoE | None) -> None:
+        assert self.decision is not None
+        plan = self.decision.plan
+        if share is not None:
+            if share._lease is None or share.plan != plan:
+                raise WorkspaceError(
+                    f"xstage.MegaMoE: {self.name}: share: expected a prepared layer of the same "
+                    f"plan, got {share.name} ({share.impl}, {differing(share.plan, plan)})"
+                )
+            self._lease = share._lease
+        else:
+            if workspace is None:
+                workspace = SymmetricWorkspace(
+                    self.group, region_bytes([self.decision.bytes]), device=self.device
+                )
+                self._owned.append(workspace)
+            self._lease = workspace.channel(
+                self.name, self.decision.bytes, counter_bytes=counter_bytes(plan)
+            )
+            self._owned.insert(0, self._lease)
+        facts: dict[str, object] = dataclasses.asdict(plan)
+        facts |= {"clamp": self.clamp, "routed_scaling_factor": self.routed_scaling_factor}
+        self._lease.workspace.agree(facts, what=self.name)
+        digest = wire.digest(self.name, plan.words(), self.clamp, self.routed_scaling_factor)
+        self._digest = digest
+        self._words = plan.words(), self._lease.words(digest)
+
+    def _empty_call(self) -> None:
+        x = torch.empty(0, self.problem.hidden, dtype=torch.bfloat16, device=self.device)
+        ids = torch.empty(0, self.problem.topk, dtype=torch.int32, device=self.device)
+        self(x, ids, ids.float())
+
+    def close(self) -> None:
+        """Give back what `prepare` reserved. Local and idempotent; layers that share it end too."""
+        for owned in self._owned:
+            if isinstance(owned, ChannelLease):
+                owned.release()
+            else:
+                owned.close()
+        self._owned.clear()
+        self._lease = None
+        self.impl = None
+
+    # --- calls --------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        num_tokens: int | torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Route every token through its experts. Every rank of the group calls it.
+
+        Parameters
+        ----------
+        x : Tensor
+            bf16 [tokens, hidden]; any strides. The number of tokens may differ between ranks and
+            calls, from 0 to max_tokens.
+        topk_idx : Tensor
+            int32 or int64 [tokens, topk]: experts, or -1 for a slot that is skipped. Other ids
+            count as -1; `RoutingError` is raised by the next call or by `check`.
+        topk_weights : Tensor
+            Floating point [tokens, topk]; those of skipped slots may hold anything.
+        num_tokens : int or Tensor, optional
+            Only so many rows of x are tokens; the rest of the result is zero. A tensor (int32 or
+            int64, one element, on the device) is read by the kernel, so a CUDA graph can be
+            replayed with another number.
+        out : Tensor, optional
+            bf16 [tokens, hidden], contiguous; receives and is the result.
+
+        Returns
+        -------
+        Tensor
+            bf16 [tokens, hidden].
+
+        Raises
+        ------
+        TypeError
+            A dtype that is not accepted, or an input that requires grad.
+        RuntimeError
+            A shape that does not fit, more than max_tokens tokens; the peers raise PeerError.
+        PeerTimeout, PeerError, RoutingError
+            On the CPU from this call; on CUDA from the next call or `check`.
+        """
+        if self.impl is None:
+            self._prepare_late()
+        self._check_types(x, topk_idx, topk_weights)
+        weights = topk_weights.float()
+        if self.impl == "fallback":
+            return self._fallback(x, topk_idx, weights, num_tokens, out)
+        rows = x.shape[0]
+        if isinstance(num_tokens, int):
+            if not 0 <= num_tokens <= rows:
+                raise ValueError(
+                    f"xstage.megamoe: num_tokens: expected 0 to {rows} (rows of x), got "
+                    f"{num_tokens}"
+                )
+            if out is None:
+                out = torch.empty_like(x, memory_format=torch.contiguous_format)
+            out[num_tokens:].zero_()
+            self._native(
+                x[:num_tokens], topk_idx[:num_tokens], weights[:num_tokens], None, out[:num_tokens]
+            )
+            return out
+        return self._native(x, topk_idx, weights, num_tokens, out)
+
+    def check(self, *, synchronize: bool = False) -> None:
+        """Raise what an earlier call found; see `SymmetricWorkspace.check`."""
+        if self._lease is not None:
+            self._lease.workspace.check(synchronize=synchronize)
+
+    def _native(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        weights: torch.Tensor,
+        num_tokens: torch.Tensor | None,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            # A traced call skips the look at the fault record; `check` takes it.
+            return self._launch(self._words, x, topk_idx, weights, num_tokens, out)
+        if self._lease is None:
+            raise WorkspaceError(f"xstage.MegaMoE: {self.name}: it is closed")
+        with self._lease.guard():
+            words = self._words[0], self._lease.words(self._digest)
+            return self._launch(words, x, topk_idx, weights, num_tokens, out)
+
+    def _launch(
+        self,
+        words: tuple[list[int], list[int]],
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        weights: torch.Tensor,
+        num_tokens: torch.Tensor | None,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        ops = torch.ops.xstage
+        tensors = x.contiguous(), topk_idx.contiguous(), weights.contiguous(), self.w13, self.w2
+        options = num_tokens, self.clamp, self.routed_scaling_factor, self.expert_load
+        if out is None:
+            y: torch.Tensor = ops.megamoe(*tensors, *words, *options)
+            return y
+        ops.megamoe_out(out, *tensors, *words, *options)
+        return out
+
+    def _fallback(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        weights: torch.Tensor,
+        num_tokens: int | torch.Tensor | None,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        if num_tokens is not None:
+            padding = torch.arange(x.shape[0], device=x.device) >= num_tokens
+            topk_idx = topk_idx.masked_fill(padding[:, None], -1)
+        y = reference.moe_unfused(
+            x,
+            topk_idx,
+            weights,
+            self.w13,
+            self.w2,
+            group=self.group,
+            clamp=self.clamp,
+            routed_scaling_factor=self.routed_scaling_factor,
+            weight_layout=self.problem.weight_layout,
+            expert_load=self.expert_load,
+        )
+        return y if out is None else out.copy_(y)
+
+    def _prepare_late(self) -> None:
+        if self._lease is None and self.impl is None and self._words[0]:
+            raise WorkspaceError(f"xstage.MegaMoE: {self.name}: it is closed")
+        compiling = torch.compiler.is_compiling()
+        if compiling or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            raise WorkspaceError(
+                f"xstage.MegaMoE: {self.name}: call prepare() on every rank before the first call "
+                "is captured or compiled"
+            )
+        self.prepare()
+
+    def _check_types(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor
+    ) -> None:
+        if x.dtype != torch.bfloat16:
+            raise TypeError(f"xstage.megamoe: x: expected torch.bfloat16, got {x.dtype}")
+        if topk_idx.dtype not in _INDEX_DTYPES:
+            raise TypeError(
+                f"xstage.megamoe: topk_idx: expected torch.int32 or torch.int64, got "
+                f"{topk_idx.dtype}"
+            )
+        if not topk_weights.dtype.is_floating_point:
+            raise TypeError(
+                f"xstage.megamoe: topk_weights: expected a floating-point dtype, got "
+                f"{topk_weights.dtype}"
+            )
+        if torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
+            raise TypeError(
+                "xstage.megamoe: x or topk_weights requires grad, and there is no backward; call "
+                "under torch.no_grad() or pass .detach()"
+            )
+
+    def extra_repr(self) -> str:
+        """What printing the module shows."""
+        p = self.problem
+        return (
+            f"experts={p.num_experts} on {p.world} ranks, topk={p.topk}, hidden={p.hidden}, "
+            f"intermediate={p.intermediate}, max_tokens={p.max_tokens}, impl={self.impl}"
+        )

@@ -1,0 +1,75 @@
+"""Can this machine run a problem natively? Answers before weights are loaded."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from . import _binary
+
+CAPABILITY = (9, 0)
+"""What the kernels are compiled for: sm_90a (H100, H200)."""
+
+
+def resolve_device(device: torch.device | str | int | None) -> torch.device:
+    """The device meant: None is the current CUDA device where there is one, else the CPU."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    resolved = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if str(resolved) == "cuda":
+        resolved = torch.device("cuda", torch.cuda.current_device())
+    return resolved
+
+
+def device_reason(device: torch.device) -> str | None:
+    """Why the kernels cannot run on a device; None when they can. The CPU always can."""
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        return f"device {device}: expected cuda or cpu"
+    if not torch.cuda.is_available():
+        return f"device {device}: torch sees no CUDA GPU"
+    capability = torch.cuda.get_device_capability(device)
+    if capability != CAPABILITY:
+        name = torch.cuda.get_device_name(device)
+        return (
+            f"{name} has compute capability {capability[0]}.{capability[1]}; the kernels are "
+            f"compiled for {CAPABILITY[0]}.{CAPABILITY[1]} (sm_90a)"
+        )
+    return _binary.CUDA_LIBRARY_ERROR
+
+
+@functools.singledispatch
+def why_not(problem: object, device: torch.device) -> str | None:
+    """Why a problem cannot run natively on a device; None when it can.
+
+    Every kind of problem registers its own rules here.
+    """
+    raise TypeError(f"xstage.is_supported: expected a problem of xstage_ext, got {problem!r}")
+
+
+@functools.singledispatch
+def describe(problem: object, device: torch.device) -> str:
+    """What would run natively, and why; called only when nothing stands against it."""
+    return "runs natively"
+
+
+def is_supported(problem: object, device: torch.device | str | int | None = None) -> bool:
+    """Whether a problem runs natively; without it, the user-level functions fall back.
+
+    Parameters
+    ----------
+    problem
+        A `MoEProblem` or an attention problem.
+    device
+        None: the current CUDA device where there is one, else the CPU.
+    """
+    return why_not(problem, resolve_device(device)) is None
+
+
+def explain(problem: object, device: torch.device | str | int | None = None) -> str:
+    """What would happen to a problem on a device, and why, in a few sentences."""
+    resolved = resolve_device(device)
+    reason = why_not(problem, resolved)
+    return describe(problem, resolved) if reason is None else f"falls back: {reason}"
