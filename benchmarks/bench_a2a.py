@@ -1,0 +1,212 @@
+"""The All-to-All of Ulysses: ours by bulk and by 16-byte stores, against NCCL.
+
+    torchrun --nproc-per-node 2 benchmarks/bench_a2a.py [--quick]
+
+Arms, each a CUDA graph of several calls, replayed:
+  bulk, vector     xstage::ulysses_a2a, layout change inside, results ready to read
+  permute+nccl     copy to blocks, all_to_all_single, copy to the final layout
+  nccl             all_to_all_single alone: no layout change, not a usable result
+
+Directions: `heads` sends q, k and v in one call, `sequence` one output back. Sizes are bytes that
+one rank sends to its peers per call (its own share is not counted); both directions of the link
+are busy. Each sample is the maximum over ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from _report import ResultWriter, Row, line
+
+from xstage_ext.planner.attention import STORE_PATHS, AttentionPlan
+from xstage_ext.testing import Timing, time_arms
+from xstage_ext.ulysses import ulysses_a2a
+from xstage_ext.workspace import SymmetricWorkspace, region_bytes
+
+HEADS, HEAD_DIM = 24, 128
+SIZES_MB = (0.25, 1, 4, 16, 32, 64, 128)
+CALLS = 8
+"""Calls per graph."""
+
+
+def make_plan(world: int, rows: int, path: str, num_sms: int) -> AttentionPlan:
+    """An even plan of `rows` rows per rank."""
+    shares = (rows,) * world
+    heads = (HEADS // world,) * world
+    return AttentionPlan(
+        shares, shares, heads, slots=4, store_path=STORE_PATHS.index(path), num_sms=num_sms
+    )
+
+
+def rows_for(megabytes: float, world: int, tensors: int) -> int:
+    """Rows per rank so that the remote bytes of a call are about `megabytes`."""
+    row_bytes = tensors * HEADS * HEAD_DIM * 2 * (world - 1) / world
+    return max(1, round(megabytes * 1e6 / row_bytes))
+
+
+def to_heads_by_nccl(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What users do: block copy, collective, copy into [B, S, h, D]; per tensor."""
+    world = dist.get_world_size()
+    outs = []
+    for tensor in tensors:
+        batch, rows, heads, head_dim = tensor.shape
+        blocks = tensor.unflatten(2, (world, heads // world)).permute(2, 0, 1, 3, 4).contiguous()
+        received = torch.empty_like(blocks)
+        dist.all_to_all_single(received, blocks)
+        out = received.permute(1, 0, 2, 3, 4).reshape(batch, world * rows, -1, head_dim)
+        outs.append(out)
+    return outs
+
+
+def to_sequence_by_nccl(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The way back: [B, S, h, D] to [B, S / P, H, D]."""
+    world = dist.get_world_size()
+    outs = []
+    for tensor in tensors:
+        batch, rows, _, head_dim = tensor.shape
+        blocks = tensor.unflatten(1, (world, rows // world)).permute(1, 0, 2, 3, 4).contiguous()
+        received = torch.empty_like(blocks)
+        dist.all_to_all_single(received, blocks)
+        out = received.permute(1, 2, 0, 3, 4).reshape(batch, rows // world, -1, head_dim)
+        outs.append(out)
+    return outs
+
+
+def graph_of(call: Callable[[], object]) -> Callable[[], None]:
+    """A graph of CALLS calls whose results are dropped at once."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            call()
+    return graph.replay
+
+
+def same(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
+    """Bitwise equality."""
+    return all(map(torch.equal, got, wanted))
+
+
+class Bench:
+    """One direction and size: inputs, arms, rows of the report."""
+
+    def __init__(
+        self, workspace: SymmetricWorkspace, direction: str, megabytes: float, sms: list[int]
+    ):
+        self.direction = direction
+        self.world = dist.get_world_size()
+        self.tensors = 3 if direction == "heads" else 1
+        self.rows = rows_for(megabytes, self.world, self.tensors)
+        shape = (
+            (1, self.rows, HEADS, HEAD_DIM)
+            if direction == "heads"
+            else (1, self.rows * self.world, HEADS // self.world, HEAD_DIM)
+        )
+        self.inputs = [
+            torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(self.tensors)
+        ]
+        self.by_nccl = to_heads_by_nccl if direction == "heads" else to_sequence_by_nccl
+        self.workspace = workspace
+        self.sms = sms
+        self.ok: dict[str, bool] = {}
+
+    def ours(self, path: str, num_sms: int) -> Callable[[], list[torch.Tensor]]:
+        """A call on a channel of its own."""
+        plan = make_plan(self.world, self.rows, path, num_sms)
+        if self.direction == "sequence":
+            plan = plan.to_sequence()
+        nbytes = plan.a2a_region_bytes(self.tensors, 1, HEAD_DIM)
+        lease = self.workspace.channel(f"{path}-{num_sms}", nbytes, counter_bytes=0)
+        self.leases.append(lease)
+        return lambda: ulysses_a2a(lease, plan, self.inputs)
+
+    def run(self, pairs: int) -> dict[str, Timing]:
+        """Check every arm, then time all interleaved."""
+        self.leases: list = []
+        wanted = self.by_nccl(self.inputs)
+        arms = {}
+        for path in ("bulk", "vector"):
+            for num_sms in self.sms:
+                call = self.ours(path, num_sms)
+                name = f"{path}-{num_sms}"
+                self.ok[name] = same(call(), wanted)
+                arms[name] = graph_of(call)
+        self.ok["permute+nccl"] = True
+        arms["permute+nccl"] = graph_of(lambda: self.by_nccl(self.inputs))
+        flat = torch.cat([tensor.flatten() for tensor in self.inputs])
+        target = torch.empty_like(flat)
+        arms["nccl"] = graph_of(lambda: dist.all_to_all_single(target, flat))
+        timings = time_arms(arms, pairs=pairs)
+        torch.cuda.synchronize()
+        self.workspace.check()
+        for lease in self.leases:
+            lease.release()
+        return timings
+
+    def remote_bytes(self) -> int:
+        """That one rank sends to its peers per call."""
+        return sum(t.numel() * 2 for t in self.inputs) * (self.world - 1) // self.world
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="three sizes, fewer samples")
+    parser.add_argument("--sms", type=int, nargs="*", default=[0], help="blocks; 0: the default")
+    parser.add_argument("--out", default="a2a.jsonl", help="file below benchmarks/results/")
+    parser.add_argument("--sizes", type=float, nargs="*", help="MB of remote bytes")
+    args = parser.parse_args()
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    sizes = args.sizes or ([1, 32, 128] if args.quick else SIZES_MB)
+    arms = 2 * len(args.sms)
+    largest = make_plan(
+        dist.get_world_size(), rows_for(max(sizes), dist.get_world_size(), 3), "bulk", 0
+    )
+    per_arm = (
+        largest.a2a_region_bytes(3, 1, HEAD_DIM) + largest.a2a_region_bytes(3, 1, HEAD_DIM) // 8
+    )
+    workspace = SymmetricWorkspace(nbytes=region_bytes([per_arm] * arms))
+    writer = ResultWriter(args.out) if dist.get_rank() == 0 else None
+    for direction in ("heads", "sequence"):
+        for megabytes in sizes:
+            bench = Bench(workspace, direction, megabytes, args.sms)
+            timings = bench.run(pairs=10 if args.quick else 20)
+            remote = bench.remote_bytes()
+            for name, timing in timings.items():
+                us = timing.us_median / CALLS
+                row = Row(
+                    op="ulysses_a2a",
+                    arm=name,
+                    shape={
+                        "direction": direction,
+                        "rows": bench.rows,
+                        "heads": HEADS,
+                        "D": HEAD_DIM,
+                    },
+                    world=bench.world,
+                    us_median=us,
+                    us_p10=timing.us_p10 / CALLS,
+                    us_p90=timing.us_p90 / CALLS,
+                    n=timing.n,
+                    egress_GBps=remote / us / 1e3,
+                    ok=bench.ok.get(name),
+                    extra={"remote_MB": round(remote / 1e6, 3), "calls_per_graph": CALLS},
+                )
+                if writer is not None:
+                    writer.write(row)
+                    print(line(row), "ok" if row.ok else row.ok, flush=True)
+    workspace.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
