@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import Store
 
 from .._exchange import Exchange
 from ..errors import WorkspaceError
@@ -54,7 +56,7 @@ class TorchSymmetricMemory:
         store = exchange.store
         assert store is not None
         group_name = f"xstage-{exchange.uid}-{exchange.rank}"
-        backend.set_group_info(group_name, exchange.rank, exchange.world, store)
+        _name_group(group_name, exchange.rank, exchange.world, store)
         with _rendezvous_environment():
             try:
                 self._handle: Any = backend.rendezvous(own, group_name)
@@ -89,6 +91,75 @@ class TorchSymmetricMemory:
     def free(self) -> None:
         self._handle = None
         self._own = None
+
+
+def _name_group(name: str, rank: int, world: int, store: Any) -> None:
+    """Tell torch's rendezvous who belongs to a name.
+
+    Older versions ask a table of groups, newer ones (seen in 2.11) the registry of process groups.
+    A bare group has no backend and costs nothing.
+    """
+    import torch.distributed as dist
+    import torch.distributed._symmetric_memory as symmetric_memory
+    from torch._C import _distributed_c10d
+
+    backend: Any = symmetric_memory._SymmetricMemory
+    registry: Any = _distributed_c10d
+    backend.set_group_info(name, rank, world, store)
+    group: Any = dist.ProcessGroup(dist.PrefixStore(name.rsplit("-", 1)[0], store), rank, world)
+    registry._register_process_group(name, group)
+
+
+_NAMES = itertools.count()
+_STORES: list[Store] = []
+"""torch keeps only the C++ half of a group's store; this keeps the Python half."""
+
+
+class _RendezvousStore(Store):
+    """The group's store as torch's rendezvous should see it.
+
+    torch numbers its exchanges by one counter per process and puts the number into its keys
+    ("<prefix>/<number>/<rank>"). Processes that have been in different subgroups have counted
+    differently and would wait for each other for ever. Here the first number seen becomes 0, the
+    next 1, and so on, which is the same on every rank of the group.
+    """
+
+    def __init__(self, store: Any) -> None:
+        super().__init__()
+        self._store = store
+        self._numbers: dict[str, int] = {}
+
+    def _key(self, key: str) -> str:
+        prefix, number, *rank = key.split("/")
+        if not number.isdigit():
+            return key
+        relative = self._numbers.setdefault(number, len(self._numbers))
+        return "/".join(["rendezvous", prefix, str(relative), *rank])
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(self._key(key), value)
+
+    def get(self, key: str) -> bytes:
+        value: bytes = self._store.get(self._key(key))
+        return value
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def add(self, key: str, amount: int) -> int:
+        total: int = self._store.add(self._key(key), amount)
+        return total
+
+    def check(self, keys: list[str]) -> bool:
+        present: bool = self._store.check([self._key(key) for key in keys])
+        return present
+
+    def wait(self, keys: list[str], *timeout: Any) -> None:
+        self._store.wait([self._key(key) for key in keys], *timeout)
+
+    def delete_key(self, key: str) -> bool:
+        deleted: bool = self._store.delete_key(self._key(key))
+        return deleted
 
 
 def _select_nvshmem(symmetric_memory: Any, backend: Any, device: torch.device) -> None:
