@@ -1,0 +1,127 @@
+"""The sweep: its configurations, bounds and report; one small real layer end to end."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pathlib
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from xstage_ext import machine
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PROFILE = machine.load("h200x2")
+
+
+@pytest.fixture
+def benchmarks(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    report = importlib.import_module("_report")
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    return importlib.import_module
+
+
+def test_84_configurations_with_sources(benchmarks):
+    configs = benchmarks("_sweep").load_configs()
+    assert len(configs) == 7 * 2 * 2 * 3 == len({json.dumps(c.key) for c in configs})
+    data = json.loads((ROOT / "benchmarks" / "configs_84.json").read_text())
+    assert all("/" in shape["source"] for shape in data["shapes"])
+    assert len(data["held_out"]) == 2
+    for config in configs:
+        assert config.num_experts // config.world == config.experts // config.ranks
+        assert config.problem.why_not() is None
+
+
+@pytest.mark.parametrize("index", range(0, 84, 13))
+def test_the_drawn_routing_is_what_the_configuration_says(benchmarks, index):
+    sweep = benchmarks("_sweep")
+    config = sweep.load_configs()[index]
+    load = sweep.load_of(config, config.draw())
+    assert load.remote_share == pytest.approx(config.remote_share, abs=0.02)
+    assert load.counts.sum() == pytest.approx(config.tokens * config.topk, rel=0.15)
+    skewed = load.counts.sum(0).max() / load.counts.sum(0).mean()
+    assert (skewed > 1.4) == (config.routing == "skewed")
+    ceiling = sweep.ceiling_of(load, PROFILE)
+    assert ceiling.us == max(ceiling.compute_us, ceiling.link_us, ceiling.weights_us)
+    # Dispatch and combine cross the link, each row once.
+    remote = config.tokens * config.topk * config.remote_share
+    assert load.egress_bytes == pytest.approx(2 * remote * 2 * config.hidden, rel=0.1)
+
+
+def test_no_prediction_beats_its_ceiling(benchmarks):
+    sweep = benchmarks("_sweep")
+    for config in sweep.load_configs()[::11]:
+        load = sweep.load_of(config, config.draw())
+        bound = sweep.ceiling_of(load, PROFILE).us
+        for arm in ("wave/st", "planner"):
+            _, result = sweep.predict(config, load, arm, PROFILE)
+            assert result.total_us > bound
+
+
+def test_summary_lists_regressions(benchmarks):
+    sweep = benchmarks("_sweep")
+    times = [{"a": 10.0, "b": 5.0}, {"a": 10.0, "b": 20.0}]
+    result = sweep.summarise(times, ["x", "y"], "a", "b")
+    assert result.mean == pytest.approx(1.0)
+    assert (result.best, result.worst) == ((2.0, "x"), (0.5, "y"))
+    assert result.regressions == ((0.5, "y"),)
+    assert np.isnan(sweep.geometric_mean([]))
+
+
+def test_quick_run_resumes_merges_and_reports(benchmarks, tmp_path):
+    sweep_84 = benchmarks("sweep_84")
+    typer = importlib.import_module("typer")
+    app = typer.Typer()
+    app.command()(sweep_84.main)
+    runner = CliRunner()
+    for part in ("1/2", "2/2"):
+        result = runner.invoke(app, ["--quick", "--no-layer", "--predict", "--part", part])
+        assert result.exit_code == 0, result.output
+    files = sorted(tmp_path.glob("*.part-*.jsonl"))
+    assert len(files) == 2
+    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    assert len(lines) == 12 * len(benchmarks("_sweep").ARMS)
+    assert all(line["predicted"] and line["n"] == 0 and line["ok"] is None for line in lines)
+    assert {line["provenance"] for line in lines} == {PROFILE.provenance}
+
+    before = files[0].read_text()
+    half = before.splitlines()[:7]
+    files[0].write_text("\n".join(half) + '\n{"torn')
+    result = runner.invoke(app, ["--quick", "--no-layer", "--predict", "--part", "1/2", "--resume"])
+    assert result.exit_code == 0, result.output
+    found = sweep_84.by_config(benchmarks("_report").read(files[0]))
+    assert len(found) == 6
+    assert all(sweep_84.is_complete(arms, measured=False) for arms in found.values())
+
+    result = runner.invoke(app, ["--quick", "--predict", "--merge"])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "sweep_84_quick_predicted.png").stat().st_size > 10_000
+    assert "12 configurations, predicted, not measured" in "".join(
+        _console_text(sweep_84, tmp_path)
+    )
+
+
+def _console_text(sweep_84, folder):
+    with sweep_84.console.capture() as capture:
+        sweep_84.report(
+            folder / "sweep_84_quick_predicted.jsonl", sweep_84._sweep.load_configs(), "title"
+        )
+    return capture.get()
+
+
+def test_bad_parts_are_refused(benchmarks):
+    sweep_84 = benchmarks("sweep_84")
+    typer = importlib.import_module("typer")
+    for part in ("3/2", "0/2", "half"):
+        with pytest.raises(typer.BadParameter):
+            sweep_84.select([], False, part)
+
+
+@pytest.mark.slow
+def test_the_small_real_layer_agrees(benchmarks):
+    check = benchmarks("_layer").check_layer()
+    assert check.ok, str(check)
+    assert check.difference.relative < 1e-2
