@@ -1,0 +1,41 @@
+# Two commands do everything on a fresh machine, with a GPU or without:
+#
+#   make sweep    set up, build, and run the main job: 84 MoE configurations
+#   make test     set up, build, and run the tests
+#
+# Set-up means .venv with torch, the requirements and the built package (tools/bootstrap.py).
+#   make PYTHON=python3.12          another interpreter
+#   make TORCH_INDEX=URL            where torch comes from
+#   make test EXTRA=dev             also the linters and checkers
+
+PYTHON ?= python3
+EXTRA ?= test
+TORCH_INDEX ?=
+VENV := .venv
+BUILT := $(VENV)/built-$(EXTRA)
+SOURCES := $(shell find csrc -type f) setup.py pyproject.toml tools/build_facts.py tools/bootstrap.py
+RANKS := $(shell n=$$(nvidia-smi -L 2>/dev/null | grep -c '^GPU'); [ $$n -ge 2 ] && echo 2)
+
+.PHONY: all setup sweep test lint clean
+.DEFAULT_GOAL := setup
+
+setup: $(BUILT)
+
+$(BUILT): $(SOURCES)
+	$(PYTHON) tools/bootstrap.py --extra $(EXTRA) $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
+	@touch $@
+
+sweep: $(BUILT)
+	$(VENV)/bin/python benchmarks/sweep_84.py
+
+test: $(BUILT)
+	$(VENV)/bin/python -m pytest tests $(PYTEST_ARGS)
+ifeq ($(RANKS),2)
+	$(VENV)/bin/python -m torch.distributed.run --nproc-per-node 2 -m pytest tests/dist -x
+endif
+
+lint: $(BUILT)
+	PATH=$(CURDIR)/$(VENV)/bin:$$PATH tools/lint.sh
+
+clean:
+	rm -rf build $(VENV) xstage_ext/*.so *.egg-info

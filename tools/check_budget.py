@@ -1,0 +1,210 @@
+"""Keeps files, functions and parameter lists within the budgets of CONTRIBUTING.md.
+
+Python is measured with `ast`; C++ and CUDA by their braces: a function is a block at namespace or
+class level whose head ends with `)` and perhaps qualifiers or initialisers. Operators
+(`TORCH_BOX(&name)`) take the arguments of their schema, so their parameters are not counted, and
+blocks of schemas and registrations may be as long as there are operators.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import pathlib
+import re
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+MAX_FILE_LINES = 400
+MAX_LINES = {"host": 60, "device": 150, "entry": 80}
+MAX_PARAMETERS = 8
+MAX_NESTING = 4
+NATIVE = (".h", ".cuh", ".cpp", ".cu")
+CONTROL = re.compile(
+    r"^(if|for|while|switch|do|else|try|catch|return|namespace|struct|class|enum|"
+    r"union|extern|static_assert|template)\b"
+)
+LAUNCH_BOUNDS = re.compile(r"__launch_bounds__\s*\([^()]*(?:\([^()]*\)[^()]*)*\)\s*")
+
+
+@dataclasses.dataclass(frozen=True)
+class Function:
+    """A function as the budgets see it."""
+
+    name: str
+    line: int
+    lines: int
+    parameters: int
+    nesting: int
+    kind: str  # "host", "device", "entry" or "registration"
+
+
+def python_functions(text: str) -> list[Function]:
+    """Functions and methods; docstrings do not count, `self` is no parameter."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        body = node.body
+        documented = ast.get_docstring(node) is not None
+        docstring = (body[0].end_lineno or 0) - body[0].lineno + 1 if documented else 0
+        lines = (node.end_lineno or node.lineno) - node.lineno + 1 - docstring
+        arguments = node.args.posonlyargs + node.args.args
+        names = [a.arg for a in arguments if a.arg not in ("self", "cls")]
+        # Keyword-only parameters are named where they are passed, so they do not count.
+        found.append(Function(node.name, node.lineno, lines, len(names), nesting(node), "host"))
+    return found
+
+
+def nesting(node: ast.AST, depth: int = 0) -> int:
+    """Deepest nesting of compound statements inside a function."""
+    deepest = depth
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
+            continue
+        compound = isinstance(child, (ast.If, ast.For, ast.While, ast.With, ast.Try))
+        # `elif` is an If inside the parent's orelse, not a deeper level.
+        chained = isinstance(node, ast.If) and isinstance(child, ast.If) and node.orelse == [child]
+        deepest = max(deepest, nesting(child, depth + (compound and not chained)))
+    return deepest
+
+
+def strip_comments(text: str) -> str:
+    """Blanks comments and string contents, keeping every line break."""
+    pattern = re.compile(
+        r'//[^\n]*|/\*.*?\*/|R"\w*\(.*?\)\w*"|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\'', re.S
+    )
+    return pattern.sub(lambda m: re.sub(r"[^\n]", " ", m[0]) or " ", text)
+
+
+def count_parameters(head: str) -> int:
+    """Parameters in the last top-level parenthesis of a function's head."""
+    start = head.find("(")
+    depth, commas, seen = 0, 0, False
+    for character in head[start:]:
+        if character in "(<[{":
+            depth += 1
+        elif character in ")>]}":
+            depth -= 1
+            if depth == 0:
+                break
+        elif character == "," and depth == 1:
+            commas += 1
+        elif not character.isspace():
+            seen = True
+    return commas + 1 if seen else 0
+
+
+def native_functions(text: str) -> list[Function]:
+    """Functions of a C++ or CUDA file, found by their braces."""
+    code = strip_comments(text)
+    # Preprocessor lines have no say in the structure.
+    code = re.sub(
+        r"^[ \t]*#(?:[^\n]*\\\n)*[^\n]*", lambda m: re.sub(r"[^\n]", " ", m[0]), code, flags=re.M
+    )
+    found: list[Function] = []
+    stack: list[tuple[str, int, str]] = []  # (kind of block, line, head)
+    deepest = 0
+    head_start = 0
+    for position, character in enumerate(code):
+        if character == ";" and code.count("(", head_start, position) == code.count(
+            ")", head_start, position
+        ):
+            head_start = position + 1
+        elif character == "{":
+            head = " ".join(code[head_start:position].split())
+            inside = any(kind == "function" for kind, _, _ in stack)
+            kind = "block" if inside else block_kind(head)
+            if kind == "function":
+                deepest = 0
+            line = (
+                code.count(
+                    "\n",
+                    0,
+                    head_start
+                    + len(code[head_start:position])
+                    - len(code[head_start:position].lstrip()),
+                )
+                + 1
+            )
+            stack.append((kind, line, head))
+            if kind == "block" and CONTROL.match(head):
+                depth = sum(1 for k, _, h in stack if k == "block" and CONTROL.match(h))
+                deepest = max(deepest, depth)
+            head_start = position + 1
+        elif character == "}" and stack:
+            kind, line, head = stack.pop()
+            if kind == "function":
+                lines = code.count("\n", 0, position) + 1 - line + 1
+                head = LAUNCH_BOUNDS.sub("", head)
+                name = re.search(r"([~\w:]+|operator\W+)\s*\(", head)
+                found.append(
+                    Function(
+                        name[1] if name else head[:40],
+                        line,
+                        lines,
+                        count_parameters(name and head[name.start(1) :] or head),
+                        deepest,
+                        function_kind(head),
+                    )
+                )
+            head_start = position + 1
+    return found
+
+
+def block_kind(head: str) -> str:
+    """Whether an opening brace starts a function or only a scope, type or initialiser."""
+    plain = re.sub(r"^(template\s*<.*?>\s*(?=[\w_]))", "", head)
+    plain = LAUNCH_BOUNDS.sub("", plain)
+    if CONTROL.match(plain) and not re.match(r"^(extern|template)\b", plain):
+        return "scope"
+    ends = re.search(r"\)\s*(const|noexcept|override|final|->\s*[\w:<>*& ]+|:\s.*)*$", plain)
+    return "function" if "(" in plain and ends and "=" not in plain.split("(")[0] else "scope"
+
+
+def function_kind(head: str) -> str:
+    """Kernel entry, device role, registration or host function."""
+    if head.startswith("STABLE_TORCH_LIBRARY"):
+        return "registration"
+    if "__global__" in head:
+        return "entry"
+    return "device" if re.search(r"__device__|XS_DEVICE", head) else "host"
+
+
+def problems(path: pathlib.Path) -> list[str]:
+    """Everything over budget in one file."""
+    text = path.read_text()
+    lines = text.count("\n")
+    name = path.relative_to(ROOT)
+    found = [f"{name}: {lines} lines, {MAX_FILE_LINES} allowed"] if lines > MAX_FILE_LINES else []
+    functions = python_functions(text) if path.suffix == ".py" else native_functions(text)
+    operators = set(re.findall(r"TORCH_BOX\(&(\w+)\)", text))
+    for function in functions:
+        if function.kind == "registration":
+            continue
+        where = f"{name}:{function.line}: {function.name}"
+        limit = MAX_LINES[function.kind]
+        if function.lines > limit:
+            found.append(f"{where}: {function.lines} lines, {limit} allowed ({function.kind})")
+        if function.parameters > MAX_PARAMETERS and function.name not in operators:
+            found.append(f"{where}: {function.parameters} parameters, {MAX_PARAMETERS} allowed")
+        if function.nesting > MAX_NESTING:
+            found.append(f"{where}: nesting {function.nesting}, {MAX_NESTING} allowed")
+    return found
+
+
+def main() -> int:
+    """Checks every tracked source file; prints what is over budget."""
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    paths = [ROOT / name for name in listed if name.endswith((*NATIVE, ".py"))]
+    found = [text for path in paths if path.exists() for text in problems(path)]
+    print("\n".join(found) if found else f"{len(paths)} files within budget")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
