@@ -1,0 +1,100 @@
+// From accumulators to the owner's memory.
+//
+// A warpgroup waits for its own buffer only, and only here: the bytes of its last tile have long been
+// read unless the link is slower than a whole tile. Nothing waits for the stores themselves; the
+// call's end does (attention/completion.cuh).
+#pragma once
+
+#include "attention/masks.cuh"
+#include "attention/output_store.cuh"
+#include "params.h"
+#include "traits_sm90.h"
+
+namespace xstage {
+
+template <class Traits>
+class Epilogue {
+ public:
+  using Storage = Fa3SharedStorage<Traits>;
+  static constexpr int kCols = Traits::kHeadDim;
+
+  __device__ __forceinline__ Epilogue(Fa3Params const& params, Storage& smem, int group, int thread)
+      : params_(params), smem_(smem), group_(group), thread_(thread) {
+    if (thread_ == 0) smem_.pending[group_].next_row = smem_.pending[group_].end_row = 0;
+  }
+
+  // Once per step of the main loop: a slice of the last tile, when its time has come.
+  __device__ __forceinline__ void each_step() {
+    if (slices_ == 0) return;
+    if (++steps_ < params_.slice_steps) return;
+    steps_ = 0;
+    --slices_;
+    if (thread_ == 0) {
+      store_slice<kCols>(smem_.pending[group_], smem_.o[group_], params_.slice_rows);
+    }
+  }
+
+  // Stages a finished tile and sends it, or its first slice.
+  template <class Fragment>
+  __device__ __forceinline__ void store(QueryTile const& tile, Fragment const& acc,
+                                        float const (&scale)[2]) {
+    int const num_rows = min_of(kGroupRows, tile.num_rows - group_ * kGroupRows);
+    PendingStore& pending = smem_.pending[group_];
+    if (thread_ == 0) {
+      store_rest<kCols>(pending, smem_.o[group_], params_.slice_rows);
+      bulk_wait_read<0>();
+    }
+    sync_group();  // the buffer is free
+    stage_output<kCols>(smem_.o[group_], acc, scale, thread_);
+    fence_proxy_async_shared();
+    sync_group();  // the buffer is full
+    slices_ = num_rows <= 0 ? 0 : ceil_div(num_rows, params_.slice_rows);
+    steps_ = 0;
+    if (thread_ == 0) {
+      pending.map = &params_.out[tile.owner];
+      pending.at = {tile.owner_row + group_ * kGroupRows, tile.head, tile.batch};
+      pending.next_row = 0;
+      pending.end_row = num_rows;
+      if (params_.slice_steps == 0) {
+        store_rest<kCols>(pending, smem_.o[group_], params_.slice_rows);
+        if (params_.wait_every_tile) bulk_wait<0>();
+      }
+    }
+    if (params_.slice_steps == 0) slices_ = 0;
+  }
+
+  // Natural logarithm of the sum of exponentials; stays on this rank.
+  __device__ __forceinline__ void store_lse(QueryTile const& tile, float const (&lse)[2]) const {
+    if (params_.lse == nullptr || thread_ % 4 != 0) return;
+    int const row = group_ * kGroupRows + fragment_row(thread_);
+    int64_t const head =
+        static_cast<int64_t>(tile.batch) * params_.schedule.num_heads + tile.head;
+    float* const at = params_.lse + head * params_.keys.num_query_rows + tile.row;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (row + 8 * r < tile.num_rows) at[row + 8 * r] = lse[r];
+    }
+  }
+
+  // After the last tile: everything of this warpgroup is sent and written.
+  __device__ __forceinline__ void finish() {
+    if (thread_ == 0) {
+      store_rest<kCols>(smem_.pending[group_], smem_.o[group_], params_.slice_rows);
+      bulk_wait<0>();
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void sync_group() const {
+    cutlass::arch::NamedBarrier::sync(kWarpgroup, kStagedBarrier + group_);
+  }
+
+  Fa3Params const& params_;
+  Storage& smem_;
+  int group_;
+  int thread_;
+  int32_t slices_ = 0;  // of the last tile, not yet sent; the same in every thread
+  int32_t steps_ = 0;   // since the last slice
+};
+
+}  // namespace xstage

@@ -1,0 +1,65 @@
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+
+#include "epilogue_a2a.cuh"
+#include "mainloop.cuh"
+
+namespace xstage {
+
+template <class Traits>
+__device__ __forceinline__ void math_role(Fa3Params const& params,
+                                          Fa3SharedStorage<Traits>& smem, TileWalk walk,
+                                          int group, int thread) {
+  MathRole<Traits> math(params, smem, group, thread);
+  Epilogue<Traits> epilogue(params, smem, group, thread);
+  typename MathRole<Traits>::FragmentO out;  // ((2,2,D/8),1,1)
+  QueryTile tile;
+  while (walk.next(tile)) {
+    OnlineSoftmax softmax(params.scale_log2);
+    float inverse[2] = {0.0f, 0.0f}, lse[2] = {-INFINITY, -INFINITY};
+    if (math.run(tile, out, softmax, [&] { epilogue.each_step(); })) {
+      softmax.finish(inverse, lse);
+    } else {
+      cute::clear(out);
+    }
+    epilogue.store(tile, out, inverse);
+    epilogue.store_lse(tile, lse);
+  }
+  math.close();
+  epilogue.finish();
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    fa3_kernel(__grid_constant__ Fa3Params const params) {
+  extern __shared__ __align__(1024) char storage[];
+  auto& smem = *reinterpret_cast<Fa3SharedStorage<Traits>*>(storage);
+  int const warpgroup = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
+  int const thread = threadIdx.x % kWarpgroup;
+  if (threadIdx.x == 0) {
+    for (int group = 0; group < Traits::kMathGroups; ++group) {
+      smem.q_full[group].init(1);
+      smem.q_empty[group].init(kWarpgroup / 32);
+    }
+    for (int stage = 0; stage < Traits::kStages; ++stage) {
+      smem.k_full[stage].init(1);
+      smem.v_full[stage].init(1);
+      smem.k_empty[stage].init(Traits::kMathGroups * kWarpgroup / 32);
+      smem.v_empty[stage].init(Traits::kMathGroups * kWarpgroup / 32);
+    }
+    cutlass::arch::fence_barrier_init();
+  }
+  __syncthreads();
+  TileWalk const walk{params.schedule, static_cast<int32_t>(blockIdx.x),
+                      static_cast<int32_t>(gridDim.x)};
+  if (warpgroup == 0) {
+    cutlass::arch::warpgroup_reg_dealloc<Traits::kLoadRegisters>();
+    if (thread == 0) load_role<Traits>(params, smem, walk);
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<Traits::kMathRegisters>();
+    math_role<Traits>(params, smem, walk, warpgroup - 1, thread);
+  }
+}
+
+}  // namespace xstage
