@@ -1,7 +1,8 @@
 """What setup.py and CMakeLists.txt share: sources, flags, versions, headers, and what to build.
 
 Everything here is a pure function of its arguments, except `inspect_machine`, which reads the
-environment once. Run as a program, it writes the facts as CMake variables to standard output.
+environment once. Run as a program, it writes the facts as CMake variables to standard output, or
+with `--jobs` the number of compilers that fit.
 """
 
 from __future__ import annotations
@@ -341,4 +342,7 @@ def cmake_facts() -> str:
 
 
 if __name__ == "__main__":
-    print(cmake_facts())
+    if sys.argv[1:] == ["--jobs"]:  # how many compilers a CMake build of the kernels may run
+        print(decide_jobs(inspect_machine(), kernels=True)[0])
+    else:
+        print(cmake_facts())
