@@ -8,7 +8,7 @@ are built on it. Every rank of the workspace takes part in a run that `join`s.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -221,14 +221,17 @@ class BurstBench:
 
     Parameters
     ----------
-    words : list of int
-        Workspace descriptor of the operators' lease on this rank.
+    words : callable
+        Returns the workspace descriptor of the operators' lease on this rank
+        (`ChannelLease.words`); it raises when the workspace has failed.
     rank, world : int
     device : torch.device
     """
 
-    def __init__(self, words: list[int], rank: int, world: int, device: torch.device) -> None:
-        self.words = words
+    def __init__(
+        self, words: Callable[[], list[int]], rank: int, world: int, device: torch.device
+    ) -> None:
+        self._words = words
         self.rank = rank
         self.world = world
         self.device = device
@@ -244,13 +247,16 @@ class BurstBench:
             self.clock_mhz = self.run(point).clock_mhz
         return self.clock_mhz
 
+    def _cycles(self, us: npt.ArrayLike) -> torch.Tensor:
+        cycles = np.rint(np.asarray(us, np.float64) * self.clock_mhz).astype(np.int32)
+        return torch.from_numpy(cycles).to(self.device)
+
     def launch(self, point: Point) -> Any:
         """Start a run without waiting for it; pass the result to `collect`."""
         plan = burst_plan(point, self.rank, self.world, self.clock_mhz)
         gaps = point.gaps_us if point.gaps_us is not None else np.array([[point.gap_us]])
-        gap_cycles = torch.from_numpy(np.rint(gaps * self.clock_mhz).astype(np.int32))
         results = torch.ops.xstage.burst_run(
-            gap_cycles.to(self.device), wire.pack("burst", plan), self.words
+            self._cycles(gaps), wire.pack("burst", plan), self._words()
         )
         return point, results
 
@@ -284,12 +290,11 @@ class BurstBench:
             point, sync="timetable", window_us=0.0, bursts=repeats * len(delays_us)
         )
         plan = burst_plan(point, self.rank, self.world, self.clock_mhz, probe, probe_bytes)
-        cycles = lambda us: torch.tensor(us, dtype=torch.float64).mul(self.clock_mhz).round().int()  # noqa: E731
         heads, stamps = torch.ops.xstage.burst_shadow(
-            cycles([[period_us]]).to(self.device),
-            cycles(list(delays_us)).to(self.device),
+            self._cycles([[period_us]]),
+            self._cycles(list(delays_us)),
             wire.pack("burst", plan),
-            self.words,
+            self._words(),
         )
         times, mhz = _times(heads.cpu().numpy(), stamps.cpu().numpy())
         times = times.reshape(self.num_sms, repeats, len(delays_us), 4).transpose(2, 0, 1, 3)
@@ -297,7 +302,9 @@ class BurstBench:
 
     def loop(self, plan: BurstLoopPlan, a: torch.Tensor, b: torch.Tensor) -> LoopTrace:
         """The main-loop probe (csrc/burst/loop.cuh)."""
-        heads, stamps = torch.ops.xstage.burst_loop(a, b, wire.pack("burst_loop", plan), self.words)
+        heads, stamps = torch.ops.xstage.burst_loop(
+            a, b, wire.pack("burst_loop", plan), self._words()
+        )
         head = heads.cpu().numpy()
         mhz = _clock_mhz(head)
         times = stamps.cpu().numpy().astype(np.float64) / mhz

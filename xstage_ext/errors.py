@@ -29,6 +29,10 @@ class ProfileError(XStageError):
     """A machine profile is missing, malformed, of another version, or describes another GPU."""
 
 
+class CalibrationError(XStageError):
+    """A machine cannot be measured, or the measurements do not determine a parameter."""
+
+
 class WorkspaceError(XStageError):
     """A workspace is closed, too small, out of slots, or its ranks disagree."""
 

@@ -9,7 +9,8 @@
 //              begin   before the first store
 //              issued  all stores handed over: the last STG issued, or the last copy committed
 //              free    the source may be reused: = issued for kSt, wait_group.read for copies
-//              done    fence only: everything visible; else = free
+//              done    fence only: everything visible (copies: wait_group, then a fence); else =
+//              free
 //            Earliest begin and latest end over the warps. The clock is read by volatile asm, and
 //            tests check in SASS that the reads stand around the stores.
 // Global     BurstControl.started[r]   written by rank r with release.sys, read by all (start)
@@ -181,13 +182,13 @@ __device__ __forceinline__ void spin_until(int64_t clock) {
 // Shared memory of burst_kernel and shadow_kernel; stamps and gaps follow it.
 struct BurstShared {
   alignas(1024) char slab[kSlabBytes];
-  int64_t warp_begin[2][kBurstWarps];
-  int64_t warp_issued[2][kBurstWarps];
-  int64_t warp_done[2][kBurstWarps];
-  int64_t copy_free[2];  // copies only: the issuing thread saw its source free
   Origin origin;
-  int64_t turn;  // when the next burst begins
   int go_on;
+  // Cycles since the origin, by parity of the burst.
+  int warp_begin[2][kBurstWarps];
+  int warp_issued[2][kBurstWarps];
+  int warp_done[2][kBurstWarps];
+  int copy_free[2];  // copies only: the issuing thread saw its source free
 };
 
 // Fills the slab with the pattern that copies send.
@@ -245,10 +246,14 @@ __device__ __forceinline__ uint32_t issue_reads(BurstPlan const& plan, StorePath
 __device__ __forceinline__ void issue_bulk(BurstParams const& params, BurstShared const& shared,
                                            char* base, int slot) {
   BurstPlan const& plan = params.plan;
+  // In registers: the copies clobber memory, so the plan would be read (and divided) for each.
   char* p = base + slot * plan.slot_stride;
   uint32_t const chunk = static_cast<uint32_t>(plan.chunk_bytes);
+  int64_t const row_stride = plan.row_stride;
+  int const rows = static_cast<int>(plan.bytes) / static_cast<int>(chunk);
   uint32_t source = 0;
-  for (int64_t row = 0; row < plan.rows(); ++row, p += plan.row_stride) {
+#pragma unroll 2
+  for (int row = 0; row < rows; ++row, p += row_stride) {
     bulk_store(p, shared.slab + source, chunk);
     source += chunk;
     if (source >= kSlabBytes) source = 0;
@@ -263,8 +268,10 @@ __device__ __forceinline__ void issue_tensor(BurstParams const& params, BurstSha
   uint32_t const box_bytes = static_cast<uint32_t>(box_rows * plan.chunk_bytes);
   int y = static_cast<int>((producer * plan.producer_stride + slot * plan.slot_stride) /
                            plan.row_stride);
+  int const boxes = static_cast<int>(plan.bytes) / static_cast<int>(box_bytes);
   uint32_t source = 0;
-  for (int64_t sent = 0; sent < plan.bytes; sent += box_bytes, y += box_rows) {
+#pragma unroll 2
+  for (int box = 0; box < boxes; ++box, y += box_rows) {
     tensor_store_2d(&params.maps[dst_rank], shared.slab + source, 0, y);
     source += box_bytes;
     if (source >= kSlabBytes) source = 0;
@@ -294,9 +301,10 @@ __device__ __forceinline__ void burst_once(BurstParams const& params, BurstShare
     done = clock_now();
     if (threadIdx.x % 32 == 0) {
       int const warp = threadIdx.x / 32;
-      shared.warp_begin[parity][warp] = begin;
-      shared.warp_issued[parity][warp] = issued;
-      shared.warp_done[parity][warp] = done;
+      int64_t const origin = shared.origin.clock;
+      shared.warp_begin[parity][warp] = static_cast<int>(begin - origin);
+      shared.warp_issued[parity][warp] = static_cast<int>(issued - origin);
+      shared.warp_done[parity][warp] = static_cast<int>(done - origin);
     }
   } else if (threadIdx.x == 0) {
     begin = clock_now();
@@ -309,23 +317,30 @@ __device__ __forceinline__ void burst_once(BurstParams const& params, BurstShare
     issued = clock_now();
     if (!plan.late_wait) bulk_wait_read<0>();
     int64_t const free = clock_now();
-    if (plan.fence) bulk_wait<0>();
+    if (plan.fence) {
+      // wait_group 0 returns as early as wait_group.read when the destination is a peer: only the
+      // fence behind it waits for the bytes.
+      bulk_wait<0>();
+      fence_acq_rel_sys();
+    }
     done = clock_now();
-    shared.warp_begin[parity][0] = begin;
-    shared.copy_free[parity] = free;
-    shared.warp_issued[parity][0] = issued;
-    shared.warp_done[parity][0] = done;
+    int64_t const origin = shared.origin.clock;
+    shared.warp_begin[parity][0] = static_cast<int>(begin - origin);
+    shared.copy_free[parity] = static_cast<int>(free - origin);
+    shared.warp_issued[parity][0] = static_cast<int>(issued - origin);
+    shared.warp_done[parity][0] = static_cast<int>(done - origin);
   }
 }
 
 // Reduces the stamps of the block, behind a block barrier. Thread 0; returns the end of the burst.
 template <Mechanism kMechanism>
 __device__ __forceinline__ int4 collect_stamps(BurstShared const& shared, int parity) {
-  int64_t begin = shared.warp_begin[parity][0];
-  int64_t issued = shared.warp_issued[parity][0];
-  int64_t done = shared.warp_done[parity][0];
-  int64_t free = shared.copy_free[parity];
+  int begin = shared.warp_begin[parity][0];
+  int issued = shared.warp_issued[parity][0];
+  int done = shared.warp_done[parity][0];
+  int free = shared.copy_free[parity];
   if constexpr (kMechanism == Mechanism::kSt || kMechanism == Mechanism::kPull) {
+#pragma unroll
     for (int w = 1; w < kBurstWarps; ++w) {
       begin = min_of(begin, shared.warp_begin[parity][w]);
       issued = max_of(issued, shared.warp_issued[parity][w]);
@@ -333,21 +348,7 @@ __device__ __forceinline__ int4 collect_stamps(BurstShared const& shared, int pa
     }
     free = issued;
   }
-  int64_t const origin = shared.origin.clock;
-  return {static_cast<int>(begin - origin), static_cast<int>(issued - origin),
-          static_cast<int>(free - origin), static_cast<int>(done - origin)};
-}
-
-// Waits for the turn of burst n. Thread 0; false when a wait gave up.
-__device__ __forceinline__ bool wait_for_turn(BurstParams const& params, BurstShared& shared,
-                                              int64_t n, int64_t turn) {
-  Sync const sync = static_cast<Sync>(params.plan.sync);
-  if (sync == Sync::kBarrier) {
-    // Meeting 0 was the common start.
-    return meet_relaxed(params.workspace, (n + 2) * gridDim.x);
-  }
-  spin_until(turn);
-  return true;
+  return {begin, issued, free, done};
 }
 
 template <Mechanism kMechanism>
@@ -372,30 +373,42 @@ __global__ void __launch_bounds__(kBurstThreads)
   if (threadIdx.x == 0) {
     shared.go_on = begin_together(params.workspace, plan.join, gridDim.x, shared.origin) &&
                    plan.producers != 0;
-    shared.turn = shared.origin.go_clock;
   }
   __syncthreads();
 
-  int64_t const stop = plan.window_cycles != 0 ? shared.origin.go_clock + plan.window_cycles : 0;
-  int64_t n = 0;
-  int64_t end = shared.origin.go_clock;
+  Sync const sync = static_cast<Sync>(plan.sync);
+  int64_t const origin = shared.origin.clock;
+  int64_t const go = shared.origin.go_clock;
+  int64_t const stop = plan.window_cycles != 0 ? go + plan.window_cycles : INT64_MAX;
+  int const most = plan.window_cycles != 0 ? INT32_MAX : static_cast<int>(plan.max_bursts);
+  int const recordable = static_cast<int>(plan.max_bursts);
+  int const slots = static_cast<int>(plan.slots);
+  int64_t turn = go;  // thread 0: when the next burst begins
+  int64_t end = go;
+  int n = 0, slot = 0, gap = 0;
   bool const ran = shared.go_on;
   while (shared.go_on) {
-    if (threadIdx.x == 0 && !wait_for_turn(params, shared, n, shared.turn)) shared.go_on = 0;
+    if (threadIdx.x == 0) {
+      spin_until(turn);
+      // Meeting 0 was the common start.
+      if (sync == Sync::kBarrier &&
+          !meet_relaxed(params.workspace, static_cast<uint64_t>(n + 2) * gridDim.x)) {
+        shared.go_on = 0;
+      }
+    }
     __syncthreads();
-    burst_once<kMechanism>(params, shared, path, dst_rank, static_cast<int>(n % plan.slots), n & 1);
+    burst_once<kMechanism>(params, shared, path, dst_rank, slot, n & 1);
     __syncthreads();
     if (threadIdx.x == 0) {
       int4 const stamp = collect_stamps<kMechanism>(shared, n & 1);
-      if (n < plan.max_bursts) stamps[n] = stamp;
-      int32_t const gap = gaps[n % params.num_gaps];
-      end = shared.origin.clock + stamp.w;
-      shared.turn = (plan.sync == static_cast<int64_t>(Sync::kTimetable) ? shared.turn : end) + gap;
-      if (plan.sync == static_cast<int64_t>(Sync::kBarrier)) spin_until(shared.turn);
-      bool const more = stop != 0 ? shared.turn < stop : n + 1 < plan.max_bursts;
-      if (!more) shared.go_on = 0;
+      if (n < recordable) stamps[n] = stamp;
+      end = origin + stamp.w;
+      turn = (sync == Sync::kTimetable ? turn : end) + gaps[gap];
+      if (++gap == params.num_gaps) gap = 0;
+      if (n + 1 >= most || turn >= stop) shared.go_on = 0;
     }
     ++n;
+    if (++slot == slots) slot = 0;
     __syncthreads();
   }
 
@@ -406,7 +419,7 @@ __global__ void __launch_bounds__(kBurstThreads)
   fence_acq_rel_sys();
   __syncthreads();
   int64_t const drained = clock_now();
-  int const recorded = static_cast<int>(min_of<int64_t>(n, plan.max_bursts));
+  int const recorded = min_of(n, recordable);
   for (int i = threadIdx.x; i < recorded; i += kBurstThreads) {
     params.stamps[producer * plan.max_bursts + i] = stamps[i];
   }

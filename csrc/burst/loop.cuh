@@ -71,14 +71,24 @@ __device__ __forceinline__ void math_barrier() {
   asm volatile("bar.sync 1, %0;" ::"n"(LoopTraits::kMathThreads) : "memory");
 }
 
-// Address on the destination of byte `at` of this block's tile; `at` is a multiple of 16.
-__device__ __forceinline__ char* tile_address(BurstLoopPlan const& plan, char* base, int64_t at) {
-  return base + at / plan.chunk_bytes * plan.row_stride + at % plan.chunk_bytes;
-}
+// Addresses of one block's tile on its destination: rows of a power of two bytes.
+struct TilePath {
+  char* base;
+  int64_t row_stride;
+  int row_shift;
 
-__device__ __forceinline__ char* tile_base(LoopParams const& params) {
-  int const dst_rank = destination_of(static_cast<uint32_t>(params.plan.destinations), blockIdx.x);
-  return landing_area(params.workspace, dst_rank) + blockIdx.x * params.plan.block_stride;
+  // Byte `at` of the tile; a multiple of 16.
+  __device__ __forceinline__ char* operator()(int at) const {
+    int const row = at >> row_shift;
+    return base + row * row_stride + (at - (row << row_shift));
+  }
+};
+
+__device__ __forceinline__ TilePath tile_path(LoopParams const& params) {
+  BurstLoopPlan const& plan = params.plan;
+  int const dst_rank = destination_of(static_cast<uint32_t>(plan.destinations), blockIdx.x);
+  char* const base = landing_area(params.workspace, dst_rank) + blockIdx.x * plan.block_stride;
+  return {base, plan.row_stride, 31 - __clz(static_cast<int>(plan.chunk_bytes))};
 }
 
 __device__ __forceinline__ void loop_load(LoopParams const& params, LoopShared& shared) {
@@ -102,22 +112,24 @@ __device__ __forceinline__ void loop_load(LoopParams const& params, LoopShared& 
 __device__ __forceinline__ void loop_send(LoopParams const& params, LoopShared& shared) {
   BurstLoopPlan const& plan = params.plan;
   LoopStore const store = static_cast<LoopStore>(plan.store);
-  char* const base = tile_base(params);
-  int64_t const slice = store == LoopStore::kPaced ? plan.slice_bytes : plan.tile_bytes;
-  // A copy is never longer than a slice.
-  uint32_t const piece =
-      static_cast<uint32_t>(min_of(min_of(slice, plan.chunk_bytes), int64_t{16384}));
+  TilePath const path = tile_path(params);
+  int const tile_bytes = static_cast<int>(plan.tile_bytes);
+  bool const paced = store == LoopStore::kPaced;
+  int const slice =
+      paced ? static_cast<int>(min_of(plan.slice_bytes, plan.tile_bytes)) : tile_bytes;
+  int const slice_cycles = static_cast<int>(plan.slice_cycles);
+  // One copy is never longer than a slice or a row.
+  int const piece = min_of(slice, static_cast<int>(min_of<int64_t>(plan.chunk_bytes, 16384)));
   for (int64_t tile = 0; tile < plan.tiles; ++tile) {
     mbarrier_wait(&shared.staging_full, tile & 1);
-    if (store == LoopStore::kBulk || store == LoopStore::kPaced) {
+    if (paced || store == LoopStore::kBulk) {
       int64_t next = clock_now();
-      for (int64_t sent = 0; sent < plan.tile_bytes;) {
-        int64_t const end = min_of(sent + slice, plan.tile_bytes);
-        for (; sent < end; sent += piece) {
-          bulk_store(tile_address(plan, base, sent), shared.staging + sent, piece);
+      for (int sent = 0; sent < tile_bytes;) {
+        for (int const end = sent + slice; sent < end; sent += piece) {
+          bulk_store(path(sent), shared.staging + sent, static_cast<uint32_t>(piece));
         }
-        next += plan.slice_cycles;
-        if (store == LoopStore::kPaced && sent < plan.tile_bytes) spin_until(next);
+        next += slice_cycles;
+        if (paced && sent < tile_bytes) spin_until(next);
       }
       bulk_commit();
       bulk_wait_read<0>();
@@ -147,10 +159,11 @@ __device__ __forceinline__ void stage_tile(Accumulators const& acc, Coordinates 
 }
 
 __device__ __forceinline__ void store_tile(LoopParams const& params, char const* staging) {
-  char* const base = tile_base(params);
-  int const thread = threadIdx.x - 128;
-  for (int64_t at = thread * 16; at < params.plan.tile_bytes; at += LoopTraits::kMathThreads * 16) {
-    store_16(tile_address(params.plan, base, at), *reinterpret_cast<uint4 const*>(staging + at));
+  TilePath const path = tile_path(params);
+  int const tile_bytes = static_cast<int>(params.plan.tile_bytes);
+#pragma unroll 4
+  for (int at = (threadIdx.x - 128) * 16; at < tile_bytes; at += LoopTraits::kMathThreads * 16) {
+    store_16(path(at), *reinterpret_cast<uint4 const*>(staging + at));
   }
 }
 

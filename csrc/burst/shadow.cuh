@@ -120,14 +120,13 @@ __global__ void __launch_bounds__(kShadowThreads)
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     shared.burst.go_on =
         begin_together(params.workspace, plan.join, gridDim.x, shared.burst.origin);
-    shared.burst.turn = shared.burst.origin.go_clock;
   }
   __syncthreads();
 
   bool const ran = shared.burst.go_on;
   int64_t const num_bursts = ran ? plan.max_bursts : 0;
   int32_t const period = params.gap_cycles[0];
-  int64_t turn = shared.burst.turn;
+  int64_t turn = shared.burst.origin.go_clock;
   for (int64_t n = 0; n < num_bursts; ++n, turn += period) {
     int const parity = n & 1;
     int32_t const delay = is_prober ? params.delays[n % params.num_delays] : 0;
