@@ -9,6 +9,7 @@ VARIABLES: dict[str, str] = {
     "XSTAGE_CUTLASS": "CUTLASS checkout or include folder, instead of the nvidia-cutlass package (build)",
     "XSTAGE_IMPL": "force `native` or `fallback` for the user-level functions",
     "XSTAGE_TIMEOUT_MS": "deadline of device waits in milliseconds; 0 waits for ever",
+    "XSTAGE_SETUP_TIMEOUT_MS": "deadline of collective set-up steps in milliseconds",
     "XSTAGE_PROFILE": "machine profile (JSON) to use instead of the bundled one",
 }
 

@@ -17,8 +17,6 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from .errors import PeerError, PeerTimeout
 
-_SETUP_SECONDS = 300.0
-
 
 class Exchange:
     """All-gathers and barriers of one group.
@@ -30,13 +28,13 @@ class Exchange:
     rank, world
         This rank's number in the group (not its global rank), and the size of the group.
     timeout_ms
-        Deadline of each exchange; 0 means 300 s, since set-up must end.
+        Deadline of each exchange; set-up always has one.
     """
 
     def __init__(self, store: Store | None, rank: int, world: int, timeout_ms: int) -> None:
         self.rank = rank
         self.world = world
-        self.seconds = timeout_ms / 1000 if timeout_ms > 0 else _SETUP_SECONDS
+        self.seconds = timeout_ms / 1000
         self._round = 0
         self._store: Store | None = None
         self.uid = "0"

@@ -23,7 +23,7 @@ from .channel import ChannelLease
 from .errors import PeerError, WorkspaceError, XStageError
 
 _DEFAULT_TIMEOUT_MS = 300_000
-_MIN_SETUP_MS = 30_000
+_MIN_SETUP_MS = 60_000
 
 
 def workspace_bytes(regions: Iterable[int]) -> int:
@@ -139,7 +139,7 @@ class SymmetricWorkspace:
         self.backend = choice.backend
         self.nbytes = round_up(nbytes)
         self.timeout_ms = timeout_ms
-        setup_ms = 0 if timeout_ms == 0 else max(timeout_ms, _MIN_SETUP_MS)
+        setup_ms = int(_env.get("XSTAGE_SETUP_TIMEOUT_MS") or max(timeout_ms, _MIN_SETUP_MS))
         exchange = Exchange(store, rank, 1 if choice.in_process else world, setup_ms)
         self._exchange = exchange
         check_placement(exchange, choice, self.nbytes, timeout_ms)

@@ -53,13 +53,10 @@ class TorchSymmetricMemory:
             texts = [f"rank {r}: {text}" for r, text in enumerate(problems) if text]
             raise WorkspaceError(f"workspace: cannot allocate {nbytes} bytes: {'; '.join(texts)}")
 
-        store = exchange.store
-        assert store is not None
-        group_name = f"xstage-{exchange.uid}-{exchange.rank}"
-        _name_group(group_name, exchange.rank, exchange.world, store)
+        self._group = _NamedGroup(exchange)
         with _rendezvous_environment():
             try:
-                self._handle: Any = backend.rendezvous(own, group_name)
+                self._handle: Any = backend.rendezvous(own, self._group.name)
             except RuntimeError as error:
                 raise WorkspaceError(
                     f"workspace: torch symmetric memory could not map the peers' blocks on "
@@ -91,28 +88,43 @@ class TorchSymmetricMemory:
     def free(self) -> None:
         self._handle = None
         self._own = None
+        self._group.forget()
 
 
-def _name_group(name: str, rank: int, world: int, store: Any) -> None:
-    """Tell torch's rendezvous who belongs to a name.
+class _NamedGroup:
+    """A group that torch's rendezvous can find by name, whatever torch.distributed knows.
 
-    Older versions ask a table of groups, newer ones (seen in 2.11) the registry of process groups.
-    A bare group has no backend and costs nothing.
+    Older versions ask a table of group facts, newer ones (seen in 2.11) the registry of process
+    groups. A bare group has no backend and costs nothing.
     """
-    import torch.distributed as dist
-    import torch.distributed._symmetric_memory as symmetric_memory
-    from torch._C import _distributed_c10d
 
-    backend: Any = symmetric_memory._SymmetricMemory
-    registry: Any = _distributed_c10d
-    backend.set_group_info(name, rank, world, store)
-    group: Any = dist.ProcessGroup(dist.PrefixStore(name.rsplit("-", 1)[0], store), rank, world)
-    registry._register_process_group(name, group)
+    _numbers = itertools.count()
+
+    def __init__(self, exchange: Exchange) -> None:
+        import torch.distributed as dist
+        import torch.distributed._symmetric_memory as symmetric_memory
+        from torch._C import _distributed_c10d
+
+        self.name = f"xstage-{next(self._numbers)}"
+        self._registry: Any = _distributed_c10d
+        backend: Any = symmetric_memory._SymmetricMemory
+        # torch keeps only the C++ half of a store; this object keeps the Python half.
+        self._store = _RendezvousStore(exchange.store)
+        _STORES.append(self._store)
+        backend.set_group_info(self.name, exchange.rank, exchange.world, self._store)
+        self._group: Any = dist.ProcessGroup(self._store, exchange.rank, exchange.world)
+        self._registry._register_process_group(self.name, self._group)
+
+    def forget(self) -> None:
+        """Take the name back; safe to call twice."""
+        if self._group is not None:
+            with contextlib.suppress(RuntimeError):  # torch has forgotten all groups before us
+                self._registry._unregister_process_group(self.name)
+            self._group = None
 
 
-_NAMES = itertools.count()
 _STORES: list[Store] = []
-"""torch keeps only the C++ half of a group's store; this keeps the Python half."""
+"""torch's table of group facts has no way to remove one, so these live as long as the process."""
 
 
 class _RendezvousStore(Store):
