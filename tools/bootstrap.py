@@ -77,7 +77,7 @@ def see_parent_packages(folder: pathlib.Path) -> None:
 
 def pip(python: str, *arguments: str) -> None:
     """Runs pip, quietly unless it fails."""
-    done = subprocess.run([python, "-m", "pip", "install", "-q", *arguments], cwd=ROOT)
+    done = subprocess.run([python, "-m", "pip", "install", "-qq", *arguments], cwd=ROOT)
     if done.returncode != 0:
         raise stop(f"pip install {' '.join(arguments)} failed; see above")
 
@@ -95,7 +95,7 @@ def install_torch(python: str, gpu: bool, index: str | None) -> None:
 
 def refuse_cuda_build(python: str, request: list[str]) -> None:
     """Stops when pip would fetch CUDA packages for a machine that cannot use them."""
-    command = [python, "-m", "pip", "install", "-q", "--dry-run", "--report", "-", *request]
+    command = [python, "-m", "pip", "install", "-qq", "--dry-run", "--report", "-", *request]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise stop(f"pip cannot find {request[0]}: {done.stderr.strip().splitlines()[-1]}")

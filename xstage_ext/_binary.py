@@ -3,35 +3,83 @@
 from __future__ import annotations
 
 import pathlib
+import re
 
 import torch
 
 from . import _env
 from .errors import BinaryError
 
+TORCH_FLOOR = (2, 11)
+"""The oldest torch that the libraries load under (TORCH_TARGET_VERSION of the build)."""
+
 CUDA_LIBRARY_ERROR: str | None = None
 """Why the kernel library is not loaded; None when it is."""
 
 
-def _folder() -> pathlib.Path:
+def library_folder() -> pathlib.Path:
+    """Where the libraries are: XSTAGE_LIB_DIR, else this package's folder."""
     override = _env.get("XSTAGE_LIB_DIR")
     return pathlib.Path(override) if override else pathlib.Path(__file__).parent
 
 
 def load() -> None:
-    """Load `_C` always, and the kernels where torch is a CUDA build."""
+    """Loads `_C` always, and the kernels where torch is a CUDA build.
+
+    Raises
+    ------
+    BinaryError
+        torch is too old, or `_C` is missing or does not load. A kernel library that does not load
+        is no error here: the CPU path and the planner work without it. CUDA_LIBRARY_ERROR says why.
+    """
     global CUDA_LIBRARY_ERROR
-    registration = _folder() / "_C.abi3.so"
+    check_torch(torch.__version__)
+    registration = library_folder() / "_C.abi3.so"
     if not registration.is_file():
         raise BinaryError(f"{registration} is missing; run `pip install -e .` in the repository")
-    torch.ops.load_library(str(registration))
-    kernels = _folder() / "_cuda_sm90.abi3.so"
-    if torch.version.cuda is None:
-        CUDA_LIBRARY_ERROR = f"torch {torch.__version__} is a CPU build"
-    elif not kernels.is_file():
-        CUDA_LIBRARY_ERROR = f"{kernels} was not built; install nvcc and reinstall xstage_ext"
-    else:
-        torch.ops.load_library(str(kernels))
+    try:
+        torch.ops.load_library(str(registration))
+    except OSError as error:
+        raise BinaryError(
+            f"{registration} does not load beside torch {torch.__version__}: {error}; rebuild with "
+            "`pip install -e .`"
+        ) from error
+    CUDA_LIBRARY_ERROR = load_kernels(library_folder() / "_cuda_sm90.abi3.so", torch.version.cuda)
+
+
+def check_torch(version: str) -> None:
+    """Refuses a torch that lacks symbols which the libraries need."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    found = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
+    if found < TORCH_FLOOR:
+        raise BinaryError(
+            f"xstage_ext was built for torch {TORCH_FLOOR[0]}.{TORCH_FLOOR[1]} or newer, found "
+            f"torch {version}; run `pip install -U torch`"
+        )
+
+
+def load_kernels(path: pathlib.Path, torch_cuda: str | None) -> str | None:
+    """Loads the kernel library; returns why not, or None."""
+    if torch_cuda is None:
+        return f"torch {torch.__version__} is a CPU build"
+    if not path.is_file():
+        return f"{path} was not built; install nvcc and reinstall xstage_ext"
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        return explain_load_error(str(error), torch_cuda)
+    return None
+
+
+def explain_load_error(text: str, torch_cuda: str) -> str:
+    """A loader's message in words: another CUDA major is the usual cause."""
+    runtime = re.search(r"libcudart\.so\.(\d+)", text)
+    if runtime is not None and runtime[1] != torch_cuda.split(".")[0]:
+        return (
+            f"the kernels were built for CUDA {runtime[1]}, found torch built for CUDA "
+            f"{torch_cuda}; rebuild with `pip install -e .`"
+        )
+    return f"the kernels do not load beside torch {torch.__version__}: {text}"
 
 
 def wire_fields(kind: str) -> list[tuple[str, int, int, str]]:
