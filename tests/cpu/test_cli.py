@@ -1,0 +1,129 @@
+"""The `xstage` command: what it prints is what the library says, and errors are one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from xstage_ext import _plan_report, cli, machine
+from xstage_ext.model import BurstGap
+from xstage_ext.planner.choose import choose
+from xstage_ext.planner.problem import MoEProblem
+
+MOE = [
+    "--hidden",
+    "2048",
+    "--intermediate",
+    "768",
+    "--experts",
+    "32",
+    "--topk",
+    "4",
+    "--tokens",
+    "2048",
+    "--world",
+    "2",
+]
+PROFILE = machine.load("h200x2")
+
+
+def run(*arguments):
+    result = CliRunner().invoke(cli.app, list(arguments))
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_plan_moe_in_all_forms(tmp_path):
+    picture = tmp_path / "plan.png"
+    text = run("plan", "moe", *MOE, "--picture", str(picture))
+    report = json.loads(run("plan", "moe", *MOE, "--json"))
+    decision = choose(
+        MoEProblem(world=2, num_experts=32, topk=4, hidden=2048, intermediate=768, max_tokens=2048),
+        PROFILE,
+    )
+    assert report["decision"]["action"] == decision.action
+    assert report["decision"]["plan"]["lead_blocks"] == decision.plan.lead_blocks
+    assert report["predicted"]["total_us"] == pytest.approx(decision.predicted_us)
+    assert decision.reason in text
+    assert f"({PROFILE.provenance})" in text
+    assert picture.stat().st_size > 10_000
+
+
+def test_plan_report_states_the_law():
+    problem = MoEProblem(
+        world=2, num_experts=32, topk=4, hidden=2048, intermediate=768, max_tokens=2048
+    )
+    report = _plan_report.plan_report(problem, PROFILE, schedule=0, store=0)
+    plan = report.decision.plan
+    gaps = _plan_report.gaps_us(plan, PROFILE)
+    assert gaps["interleaved"] > 2 * gaps["wave"]
+    for burst in report.bursts:
+        law = BurstGap.of(
+            PROFILE.mechanism(burst.mechanism),
+            plan.num_sms,
+            2 * plan.block_m * plan.block_n,
+            remote_share=0.5,
+            both_directions=True,
+        )
+        assert burst.gap_us == gaps[burst.order]
+        assert burst.T_iss_us == pytest.approx(float(law.steady(burst.gap_us)))
+        assert burst.completion_coupled_us >= burst.T_iss_us
+
+
+def test_plan_attention():
+    shape = ["--heads", "16", "--head-dim", "128", "--sequence", "4096", "--world", "2"]
+    assert "Predicted us" in run("plan", "attention", *shape)
+    decision = json.loads(run("plan", "attention", *shape, "--json"))
+    assert decision["action"] in ("piggyback", "serial")
+    assert decision["predicted_us"]["fused"] > decision["predicted_us"]["attention"]
+
+
+def test_explain_prints_the_law():
+    values = json.loads(run("explain", "--producers", "132", "--bytes", "16384", "--json"))
+    law = BurstGap.of(PROFILE.mechanism("st"), 132, 16384)
+    assert values["T_iss_us"] == pytest.approx(float(law.steady(10.0)))
+    assert values["regime"] == "free"
+    assert "capacity-bound" in run("explain", "--bytes", "65536", "--gap", "40")
+    assert "drain-bound" in run("explain", "--bytes", "32768", "--gap", "2")
+
+
+def test_simulate_lists_every_schedule_and_store():
+    rows = json.loads(run("simulate", *MOE, "--law", "zipf", "--json"))["predicted"]
+    assert {(row["schedule"], row["store"]) for row in rows} == {
+        (a, b) for a in ("wave", "interleaved") for b in ("st", "bulk", "paced")
+    }
+    assert all(row["total_us"] > row["math_us"] > 0 for row in rows)
+
+
+def test_info_names_versions_and_profiles():
+    facts = json.loads(run("info", "--json"))
+    assert facts["profiles"]["h200x2"] == PROFILE.provenance
+    assert facts["kernels"]
+
+
+def test_errors_are_one_line():
+    bad = [*MOE, "--experts", "33"]
+    command = [sys.executable, "-m", "xstage_ext.cli", "plan", "moe", *bad]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: xstage.MoEProblem: num_experts: expected a multiple")
+    assert "Traceback" not in result.stderr
+
+
+def test_bench_refuses_unknown_names():
+    result = CliRunner().invoke(cli.app, ["bench", "nothing"])
+    assert result.exit_code == 2
+    assert "sweep_84" in result.output
+
+
+def test_doctor_says_what_is_missing():
+    if torch.cuda.is_available():
+        pytest.skip("this machine has GPUs; tests/gpu runs the doctor there")
+    result = CliRunner().invoke(cli.app, ["doctor"])
+    assert result.exit_code == 1
+    assert "torch sees no CUDA device" in result.output

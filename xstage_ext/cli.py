@@ -1,0 +1,322 @@
+"""The `xstage` command: what would you do with this layer here, and why? What is this machine?"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import platform
+import runpy
+import sys
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from . import _binary, _env, machine, simulate
+from ._plan_report import draw_timeline, plan_report
+from .errors import XStageError
+from .model import BurstGap, Regime, burst_shadow
+from .planner import attention_choice
+from .planner.megamoe import SCHEDULES, STORES
+from .planner.problem import MoEProblem
+from .testing import make_routing
+from .version import __version__
+
+app = typer.Typer(
+    help="Fused communication and computation on NVLink nodes: plan, predict, measure.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+plan_app = typer.Typer(
+    help="What would be done with a layer on a machine, and why.", no_args_is_help=True
+)
+app.add_typer(plan_app, name="plan")
+console = Console()
+
+Profile = Annotated[str | None, typer.Option(help="Name or JSON file of a machine profile.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Picture = Annotated[pathlib.Path | None, typer.Option(help="Write a picture (PNG).")]
+
+
+def _profile(name: str | None) -> machine.MachineProfile:
+    """The profile asked for, the one of this GPU, or (without a GPU) the default one."""
+    if name is not None:
+        return machine.load(name)
+    return machine.load_here()
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=1, default=str))
+
+
+@plan_app.command("moe")
+def plan_moe(
+    hidden: Annotated[int, typer.Option(help="Width of a token.")],
+    intermediate: Annotated[int, typer.Option(help="Width inside an expert.")],
+    experts: Annotated[int, typer.Option(help="Routed experts of the whole group.")],
+    topk: Annotated[int, typer.Option(help="Experts per token.")],
+    tokens: Annotated[int, typer.Option(help="Tokens per rank and call.")],
+    world: Annotated[int, typer.Option(help="Ranks of the group.")] = 8,
+    remote_share: Annotated[float | None, typer.Option(help="Rows that cross the link.")] = None,
+    profile: Profile = None,
+    as_json: AsJson = False,
+    picture: Picture = None,
+) -> None:
+    """Plan a mixture-of-experts layer."""
+    problem = MoEProblem(
+        world=world,
+        num_experts=experts,
+        topk=topk,
+        hidden=hidden,
+        intermediate=intermediate,
+        max_tokens=tokens,
+        remote_share=remote_share,
+    )
+    report = plan_report(problem, _profile(profile))
+    if as_json:
+        _print_json(report.as_dict())
+    else:
+        typer.echo(report.text())
+    if picture is not None:
+        title = f"{report.decision.action}, predicted by profile {report.decision.profile}"
+        draw_timeline(report.simulation, title, picture)
+        typer.echo(f"picture {picture}", err=True)
+
+
+@plan_app.command("attention")
+def plan_attention(
+    heads: Annotated[int, typer.Option(help="Query heads of the model.")],
+    head_dim: Annotated[int, typer.Option(help="Size of a head.")],
+    sequence: Annotated[int, typer.Option(help="Rows of the whole sequence.")],
+    world: Annotated[int, typer.Option(help="Ranks of the group.")] = 8,
+    kv_heads: Annotated[int | None, typer.Option(help="Key heads; as many as queries.")] = None,
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    causal: Annotated[bool, typer.Option(help="Causal mask.")] = False,
+    generation: Annotated[str, typer.Option(help="fa3 or fa4.")] = "fa3",
+    profile: Profile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plan attention with its output All-to-All under Ulysses sequence parallelism."""
+    from .planner.attention import even_split
+
+    problem = attention_choice.AttentionProblem(
+        heads=heads,
+        kv_heads=kv_heads or heads,
+        head_dim=head_dim,
+        rows=even_split(sequence, world),
+        batch=batch,
+        causal=causal,
+        generation=generation,
+    )
+    decision = attention_choice.decide(problem, _profile(profile))
+    if as_json:
+        _print_json(dataclasses.asdict(decision))
+        return
+    typer.echo(f"{decision.action}: {decision.reason}.")
+    times = ", ".join(f"{name} {us:.1f}" for name, us in decision.predicted_us.items())
+    typer.echo(f"Predicted us, profile {decision.profile} ({decision.provenance}): {times}.")
+
+
+@app.command()
+def explain(
+    producers: Annotated[int, typer.Option(help="SMs that store at once, K.")] = 132,
+    nbytes: Annotated[int, typer.Option("--bytes", help="Bytes per SM and burst, B.")] = 65536,
+    gap_us: Annotated[float, typer.Option("--gap", help="Time between bursts, G, us.")] = 10.0,
+    mechanism: Annotated[str, typer.Option(help="st, bulk or tma.")] = "st",
+    remote_share: Annotated[float, typer.Option(help="Share that crosses the link.")] = 1.0,
+    profile: Profile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Explain one burst pattern by the Burst-Gap law: regime, stall, and what others would say."""
+    used = _profile(profile)
+    law = BurstGap.of(used.mechanism(mechanism), producers, nbytes, remote_share=remote_share)
+    shadow = burst_shadow(used, mechanism, "bulk_load", producers, nbytes * remote_share)
+    values = {
+        "V_bytes": float(law.V_bytes),  # type: ignore[arg-type]
+        "T0_us": float(law.T0_us),  # type: ignore[arg-type]
+        "R_GBps": float(law.R_GBps),  # type: ignore[arg-type]
+        "Q_bytes": float(law.Q_bytes),  # type: ignore[arg-type]
+        "drain_us": float(law.drain_us),
+        "recovery_gap_us": float(law.recovery_gap()),
+        "bursts_until_onset": float(law.bursts_until_onset(gap_us)),
+        "T_iss_us": float(law.steady(gap_us)),
+        "shadow_of_a_16KiB_load_us": float(shadow),
+        "two_term_us": float(law.two_term(gap_us)),
+        "rate_only_us": float(law.rate_only(gap_us)),
+        "unbounded_async_us": float(law.unbounded_async(gap_us)),
+        "completion_coupled_us": float(law.completion_coupled(gap_us)),
+    }
+    regime = Regime(int(law.regime(gap_us)))
+    sentence = {
+        Regime.FREE: "free: the stores cost their issue only",
+        Regime.DRAIN: "drain-bound: the link fixes the period; a longer gap turns waiting into "
+        "work",
+        Regime.CAPACITY: "capacity-bound: one burst overfills the pipe; no gap helps, smaller "
+        "bursts or fewer SMs at a time do",
+    }[regime]
+    if as_json:
+        _print_json({"regime": regime.name.lower(), "profile": used.name} | values)
+        return
+    typer.echo(f"{sentence}. Profile {used.name} ({used.provenance}).")
+    for name, value in values.items():
+        typer.echo(f"  {name:<28} {value:.6g}")
+
+
+@app.command("simulate")
+def simulate_command(
+    hidden: Annotated[int, typer.Option(help="Width of a token.")],
+    intermediate: Annotated[int, typer.Option(help="Width inside an expert.")],
+    experts: Annotated[int, typer.Option(help="Routed experts of the whole group.")],
+    topk: Annotated[int, typer.Option(help="Experts per token.")],
+    tokens: Annotated[int, typer.Option(help="Tokens per rank and call.")],
+    world: Annotated[int, typer.Option(help="Ranks of the group.")] = 2,
+    law: Annotated[str, typer.Option(help="Routing: balanced, zipf or dirichlet.")] = "balanced",
+    exponent: Annotated[float, typer.Option(help="Of the routing law.")] = 0.5,
+    seed: Annotated[int, typer.Option(help="Of the routing.")] = 0,
+    profile: Profile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Simulate every schedule and way to store for a layer; all figures are predictions."""
+    from .planner.choose import choose
+
+    used = _profile(profile)
+    problem = MoEProblem(
+        world=world,
+        num_experts=experts,
+        topk=topk,
+        hidden=hidden,
+        intermediate=intermediate,
+        max_tokens=tokens,
+    )
+    if law not in ("balanced", "zipf", "dirichlet"):
+        raise typer.BadParameter(f"law: expected balanced, zipf or dirichlet, got {law}")
+    routing = make_routing(
+        world,
+        tokens,
+        experts,
+        topk,
+        law=law,  # type: ignore[arg-type]
+        exponent=exponent,
+        seed=seed,
+    )
+    counts = routing.counts(experts).reshape(world, world, experts // world)
+    rank = int(counts.sum(axis=(0, 2)).argmax())
+    rows = []
+    for schedule, schedule_name in enumerate(SCHEDULES):
+        for store, store_name in enumerate(STORES):
+            plan = choose(problem, used, schedule=schedule, store=store).plan
+            result = simulate.simulate_megamoe(plan, counts[:, rank], used, rank=rank)
+            rows.append(
+                {"schedule": schedule_name, "store": store_name, "total_us": result.total_us}
+                | {name: result.mean(name) for name in simulate.WORKER_COLUMNS[:-1]}
+                | {"egress_GBps": result.egress_GBps}
+            )
+    if as_json:
+        _print_json({"predicted": rows, "profile": used.name, "provenance": used.provenance})
+        return
+    table = Table(title=f"predicted, profile {used.name} ({used.provenance})", box=None)
+    for name in rows[0]:
+        head = name.replace("_", "\n")
+        table.add_column(head, justify="left" if name in ("schedule", "store") else "right")
+    for row in rows:
+        table.add_row(*(f"{v:.1f}" if isinstance(v, float) else str(v) for v in row.values()))
+    console.print(table)
+
+
+@app.command()
+def info(as_json: AsJson = False) -> None:
+    """Versions, libraries, GPUs, profiles and environment: what a bug report needs."""
+    gpus = [
+        {
+            "name": torch.cuda.get_device_name(i),
+            "capability": ".".join(map(str, torch.cuda.get_device_capability(i))),
+            "peers": [
+                j
+                for j in range(torch.cuda.device_count())
+                if j != i and torch.cuda.can_device_access_peer(i, j)
+            ],
+        }
+        for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    ]
+    facts = {
+        "xstage_ext": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda of torch": torch.version.cuda,
+        "kernels": _binary.CUDA_LIBRARY_ERROR or "loaded",
+        "gpus": gpus,
+        "profiles": {name: machine.load(name).provenance for name in machine.bundled()},
+        "environment": {name: _env.get(name) for name in _env.VARIABLES if _env.get(name)},
+    }
+    if as_json:
+        _print_json(facts)
+        return
+    for name, value in facts.items():
+        typer.echo(f"{name}: {value}")
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="Script in benchmarks/, e.g. sweep_84.")],
+) -> None:
+    """Run a benchmark of the checkout; further arguments go to it."""
+    folder = pathlib.Path(__file__).resolve().parents[1] / "benchmarks"
+    scripts = sorted(p.stem for p in folder.glob("[!_]*.py"))
+    if name not in scripts:
+        found = ", ".join(scripts) or "none: benchmarks/ is part of the repository, not of a wheel"
+        raise typer.BadParameter(f"name: expected one of {found}; got {name}")
+    sys.argv = [str(folder / f"{name}.py"), *context.args]
+    sys.path.insert(0, str(folder))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+@app.command()
+def calibrate(
+    out: Annotated[pathlib.Path, typer.Option(help="JSON file to write.")] = pathlib.Path(
+        "profile.json"
+    ),
+) -> None:
+    """Measure T0, R, Q and the shadow of this machine; write a profile and pictures."""
+    from .calibrate import run
+
+    run(out)
+
+
+@app.command()
+def validate(
+    out: Annotated[pathlib.Path, typer.Option(help="Folder for report and pictures.")] = (
+        pathlib.Path("validation")
+    ),
+    profile: Profile = None,
+) -> None:
+    """Write down what the law predicts for bursts that were not fitted, then measure them."""
+    from .validate import run
+
+    out.mkdir(parents=True, exist_ok=True)
+    run(out, profile)
+
+
+@app.command()
+def doctor(profile: Profile = None) -> None:
+    """Compare this machine with its profile, and say in words what is off."""
+    from .doctor import report, run
+
+    if not report(run(profile), console):
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Entry point; errors of the package are one line, not a traceback."""
+    try:
+        app()
+    except XStageError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()
