@@ -148,8 +148,9 @@ def error_of(
             record,
         )
     if record.kind == _BAD_EXPERT:
+        expert = record.seen - (1 << 64) if record.seen >> 63 else record.seen
         return RoutingError(
-            f"{me}: an expert id out of range was masked {where}: got {record.seen}, expected -1 "
+            f"{me}: an expert id out of range was masked {where}: got {expert}, expected -1 "
             f"to {record.expected - 1}",
             record,
         )

@@ -385,12 +385,11 @@ class MegaMoE(torch.nn.Module):
     def _prepare_late(self) -> None:
         if self._lease is None and self.impl is None and self._words[0]:
             raise WorkspaceError(f"xstage.MegaMoE: {self.name}: it is closed")
-        compiling = torch.compiler.is_compiling()
-        if compiling or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            raise WorkspaceError(
-                f"xstage.MegaMoE: {self.name}: call prepare() on every rank before the first call "
-                "is captured or compiled"
-            )
+        late = "call prepare() on every rank before the first call is captured or compiled"
+        if torch.compiler.is_compiling():
+            raise RuntimeError(late)
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise WorkspaceError(f"xstage.MegaMoE: {self.name}: {late}")
         self.prepare()
 
     def _check_types(

@@ -2,9 +2,8 @@
 //   "xstage.megamoe: topk_idx: expected [128, 4], got [128, 3]".
 #pragma once
 
-#include <torch/headeronly/util/Exception.h>
-
 #include <sstream>
+#include <stdexcept>
 #include <string>
 
 namespace xstage {
@@ -18,18 +17,22 @@ std::string concat(Parts const&... parts) {
 
 }  // namespace xstage
 
-// XS_CHECK(condition, parts...): parts are streamed into the message.
-#define XS_CHECK(condition, ...) STD_TORCH_CHECK(condition, ::xstage::concat(__VA_ARGS__))
+// XS_CHECK(condition, parts...): parts are streamed into the message. The message is all that users
+// see: torch's own macro would put function, file and line of the build machine in front.
+#define XS_CHECK(condition, ...)                                               \
+  do {                                                                         \
+    if (!(condition)) throw std::runtime_error(::xstage::concat(__VA_ARGS__)); \
+  } while (0)
 
 #if defined(USE_CUDA)
 #include <cuda_runtime_api.h>
 
 // XS_CUDA(expression): raises with the text of the CUDA error.
-#define XS_CUDA(expression)                                                             \
-  do {                                                                                  \
-    cudaError_t const xs_status = (expression);                                         \
+#define XS_CUDA(expression)                                                                      \
+  do {                                                                                           \
+    cudaError_t const xs_status = (expression);                                                  \
     XS_CHECK(xs_status == cudaSuccess, "xstage: " #expression ": ", cudaGetErrorName(xs_status), \
-             ": ", cudaGetErrorString(xs_status));                                      \
+             ": ", cudaGetErrorString(xs_status));                                               \
   } while (0)
 
 // After every kernel launch.

@@ -1,0 +1,431 @@
+"""The megamoe op on the CPU against the fp32 reference: worlds, plans, routing, errors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from xstage_ext import SymmetricWorkspace, reference
+from xstage_ext.errors import RoutingError
+from xstage_ext.planner.megamoe import MegaMoePlan
+
+COUNTS = (0, 1, 7, 63, 64, 65, 127, 128, 129, 255, 257)
+ROUNDED = {"rtol": 2e-2, "atol": 2e-2}
+"""Both sides round at the same places; sums of bf16 products differ in their order only."""
+
+
+@dataclasses.dataclass
+class Layer:
+    """All ranks of a layer, their weights and a virtual workspace."""
+
+    plan: MegaMoePlan
+    w13: torch.Tensor
+    w2: torch.Tensor
+    workspace: SymmetricWorkspace
+
+    @classmethod
+    def make(cls, plan: MegaMoePlan, seed: int = 0) -> Layer:
+        generator = torch.Generator().manual_seed(seed)
+        e, h, i = plan.num_experts, plan.hidden, plan.intermediate
+        w13 = torch.randn(e, 2 * i, h, generator=generator) / h**0.5
+        w2 = torch.randn(e, h, i, generator=generator) / i**0.5
+        workspace = SymmetricWorkspace(
+            nbytes=plan.bytes() + 1024, device="cpu", world=plan.world, timeout_ms=5000
+        )
+        return cls(plan, w13.bfloat16(), w2.bfloat16(), workspace)
+
+    def __post_init__(self) -> None:
+        self.lease = self.workspace.channel("moe", self.plan.bytes())
+
+    def ranks(self, weights: torch.Tensor) -> list[torch.Tensor]:
+        return list(weights.split(self.plan.experts_per_rank))
+
+    def __call__(
+        self,
+        x: list[torch.Tensor],
+        ids: list[torch.Tensor],
+        scores: list[torch.Tensor],
+        **options: float,
+    ) -> list[torch.Tensor]:
+        with self.lease.guard():
+            ys: list[torch.Tensor] = torch.ops.xstage.megamoe_virtual(
+                x, ids, scores, self.ranks(self.w13), self.ranks(self.w2), self.plan.words(),
+                self.lease.virtual_words(), **options,
+            )  # fmt: skip
+        return ys
+
+    def check(
+        self,
+        x: list[torch.Tensor],
+        ids: list[torch.Tensor],
+        scores: list[torch.Tensor],
+        **options: float,
+    ) -> list[torch.Tensor]:
+        ys = self(x, ids, scores, **options)
+        layout = ("gate_up", "up_gate", "interleaved")[self.plan.weight_layout]
+        for rank, y in enumerate(ys):
+            expected = reference.moe_reference(
+                x[rank], ids[rank], scores[rank], self.w13, self.w2, rounded=True,
+                weight_layout=layout, **options,
+            )  # fmt: skip
+            assert y.shape == x[rank].shape
+            torch.testing.assert_close(y.float(), expected, **ROUNDED)
+        return ys
+
+
+@pytest.fixture
+def layers() -> Iterator[list[Layer]]:
+    made: list[Layer] = []
+    yield made
+    for layer in made:
+        layer.workspace.close()
+
+
+def plan_of(world: int = 2, **fields: int) -> MegaMoePlan:
+    """A small plan whose rings are as short as the schedule allows."""
+    values = {
+        "world": world, "num_experts": 4 * world, "topk": 2, "hidden": 192, "intermediate": 64,
+        "max_tokens": 300, "num_sms": 6, "block_m": 64, "group_blocks": 2, "lead_blocks": 1,
+        "wave_blocks": 3, "x_ring_blocks": 2, "h_ring_blocks": 5,
+    }  # fmt: skip
+    return MegaMoePlan(**(values | fields))
+
+
+def batch(plan: MegaMoePlan, counts: list[int], seed: int = 1) -> tuple[list[torch.Tensor], ...]:
+    """Random tokens and distinct experts for every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    xs, ids, scores = [], [], []
+    for count in counts:
+        xs.append(torch.randn(count, plan.hidden, generator=generator).bfloat16())
+        top = torch.rand(count, plan.num_experts, generator=generator).topk(plan.topk)
+        scores.append(top.values)
+        ids.append(top.indices)
+    return xs, ids, scores
+
+
+# --- worlds and plans ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("schedule", [0, 1])
+def test_equal_to_reference(layers: list[Layer], world: int, schedule: int) -> None:
+    layers.append(layer := Layer.make(plan_of(world, schedule=schedule)))
+    for call in range(3):  # both banks, then the first again
+        counts = [(73 * (rank + 1) * (call + 1)) % 200 for rank in range(world)]
+        layer.check(*batch(layer.plan, counts, seed=call))
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_bitwise_equal_for_every_plan(layers: list[Layer], world: int) -> None:
+    tokens = batch(plan_of(world), [200, 0, 131][:world])
+    results = []
+    for change in [
+        {"schedule": 0},
+        {"schedule": 0, "wave_blocks": 40, "h_ring_blocks": 40, "cluster_size": 1},
+        {"schedule": 1},
+        {"schedule": 1, "mix": 0, "lead_blocks": 9, "h_ring_blocks": 20, "x_ring_blocks": 9},
+        {"schedule": 1, "block_m": 128, "block_n": 128, "num_sms": 132},
+        {"schedule": 1, "block_m": 16, "block_n": 32, "group_blocks": 1, "num_sms": 1,
+         "cluster_size": 1},
+        {"schedule": 0, "store": 0, "combine": 1, "slice_rows": 9},
+    ]:  # fmt: skip
+        layers.append(layer := Layer.make(plan_of(world, **change)))
+        results.append(layer(*tokens))
+        results.append(layer(*tokens))  # the other bank
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[MegaMoePlan, list[int], int]:
+    world = draw(st.sampled_from((1, 2, 3, 4, 8)))
+    group, lead, wave = draw(st.integers(1, 4)), draw(st.integers(0, 6)), draw(st.integers(1, 9))
+    schedule = draw(st.sampled_from((0, 1)))
+    cluster = draw(st.sampled_from((1, 2)))
+    plan = MegaMoePlan(
+        world=world,
+        num_experts=world * draw(st.integers(1, 6)),
+        topk=1,
+        hidden=64 * draw(st.integers(1, 5)),
+        intermediate=64 * draw(st.integers(1, 3)),
+        max_tokens=200,
+        block_m=draw(st.sampled_from((16, 64, 128))),
+        block_n=draw(st.sampled_from((64, 256))),
+        cluster_size=cluster,
+        num_sms=cluster * draw(st.integers(1, 9)),
+        schedule=schedule,
+        group_blocks=group,
+        lead_blocks=lead,
+        wave_blocks=wave,
+        mix=draw(st.sampled_from((0, 1))),
+        x_ring_blocks=group,
+        h_ring_blocks=wave if schedule == 0 else lead + 2 * group,
+        weight_layout=draw(st.sampled_from((0, 1, 2))),
+    )
+    plan = dataclasses.replace(plan, topk=draw(st.integers(1, min(4, plan.num_experts))))
+    counts = draw(st.lists(st.integers(0, 200), min_size=world, max_size=world))
+    return plan, counts, draw(st.integers(0, 1 << 30))
+
+
+@given(problems())
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_any_problem(problem: tuple[MegaMoePlan, list[int], int]) -> None:
+    plan, counts, seed = problem
+    layer = Layer.make(plan, seed)
+    with layer.workspace:
+        layer.check(*batch(plan, counts, seed))
+        layer.check(*batch(plan, counts[::-1], seed + 1))
+
+
+# --- routing ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", COUNTS)
+@pytest.mark.parametrize("block_m", [64, 128])
+def test_every_count_per_expert(layers: list[Layer], rows: int, block_m: int) -> None:
+    """One expert gets exactly so many rows, its neighbours none or one."""
+    plan = plan_of(2, topk=1, block_m=block_m)
+    layers.append(layer := Layer.make(plan))
+    x, ids, scores = batch(plan, [rows // 2 + 1, rows - rows // 2])
+    for rank in range(2):
+        ids[rank].fill_(5)
+    ids[0][0] = 2  # one row for another expert
+    scores = [score + 0.5 for score in scores]
+    ys = layer.check(x, ids, scores)
+    assert all(bool((y.float().abs().sum(1) > 0).all()) for y in ys)  # no row was left out
+
+
+@pytest.mark.parametrize("to", ["one expert", "one rank", "nobody", "one token", "a twice"])
+def test_adversarial_routing(layers: list[Layer], to: str) -> None:
+    plan = plan_of(3)
+    layers.append(layer := Layer.make(plan))
+    x, ids, scores = batch(plan, [300, 1, 90])
+    for rank in range(3):
+        if to == "one expert":
+            ids[rank] = torch.full_like(ids[rank], -1)
+            ids[rank][:, 0] = 7
+        elif to == "one rank":
+            ids[rank] = ids[rank] % 4 + 8
+        elif to == "nobody":
+            ids[rank] = torch.full_like(ids[rank], -1)
+        elif to == "one token":
+            ids[rank] = torch.full_like(ids[rank], -1)
+            ids[rank][0, 1] = 11 if rank == 1 else -1
+        else:  # the same expert in both slots of a token
+            ids[rank][:, 1] = ids[rank][:, 0]
+    ys = layer.check(x, ids, scores)
+    if to == "nobody":
+        assert all(torch.equal(y, torch.zeros_like(y)) for y in ys)
+
+
+@pytest.mark.parametrize("counts", [[0, 128], [0, 0], [128, 0], [300, 300]])
+def test_empty_ranks(layers: list[Layer], counts: list[int]) -> None:
+    layers.append(layer := Layer.make(plan_of(2)))
+    for call in range(4):
+        layer.check(*batch(layer.plan, counts if call % 2 == 0 else counts[::-1], call))
+
+
+def test_skipped_slots_cost_nothing_and_hide_their_weights(layers: list[Layer]) -> None:
+    plan = plan_of(2, topk=3)
+    layers.append(layer := Layer.make(plan))
+    x, ids, scores = batch(plan, [100, 64])
+    skipped = [torch.rand(i.shape) < 0.3 for i in ids]
+    skipped[0][5] = True  # a token without any expert
+    skipped[1][:] = True  # a rank without any
+    ids = [i.masked_fill(s, -1) for i, s in zip(ids, skipped, strict=True)]
+    scores = [v.masked_fill(s, float("nan")) for v, s in zip(scores, skipped, strict=True)]
+    ys = layer.check(x, ids, scores)
+    assert torch.equal(ys[0][5], torch.zeros_like(ys[0][5]))
+    assert torch.equal(ys[1], torch.zeros_like(ys[1]))
+    assert all(bool(y.isfinite().all()) for y in ys)
+
+
+@pytest.mark.parametrize("bad", [8, 9, 2**31 - 1, -2, -(2**31)])
+def test_ids_out_of_range_are_masked_and_raised(layers: list[Layer], bad: int) -> None:
+    plan = plan_of(2)
+    layers.append(layer := Layer.make(plan))
+    x, ids, scores = batch(plan, [10, 10])
+    good = layer(x, [i.index_fill(0, torch.tensor([3]), -1) for i in ids], scores)
+    ids = [i.index_fill(0, torch.tensor([3]), bad).int() for i in ids]
+    words = layer.lease.virtual_words()
+    ys = torch.ops.xstage.megamoe_virtual(
+        x, ids, scores, layer.ranks(layer.w13), layer.ranks(layer.w2), plan.words(), words
+    )
+    assert all(torch.equal(a, b) for a, b in zip(ys, good, strict=True))
+    with pytest.raises(RoutingError, match=f"got {bad}"):
+        layer.workspace.check()
+
+
+# --- numerics -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clamp", [None, 0.5, 1e-3])
+@pytest.mark.parametrize("scale", [1.0, 2.5])
+def test_clamp_and_scaling(layers: list[Layer], clamp: float | None, scale: float) -> None:
+    layers.append(layer := Layer.make(plan_of(2)))
+    options = {"routed_scaling_factor": scale} | ({} if clamp is None else {"clamp": clamp})
+    layer.check(*batch(layer.plan, [60, 70]), **options)
+
+
+def test_memory_that_holds_nan_does_not_matter(layers: list[Layer]) -> None:
+    plan = plan_of(2)
+    tokens = batch(plan, [130, 77])
+    layers.append(clean := Layer.make(plan))
+    layers.append(dirty := Layer.make(plan))
+    table = dict(
+        (line.split(" ")[0], int(line.split(" ")[1]))
+        for line in torch.ops.xstage.megamoe_layout(plan.words()).splitlines()
+    )
+    for rank in range(2):
+        dirty.lease.region(rank)[table["kCounts"] :].fill_(0xFF)  # as bf16: NaN
+    for _ in range(3):
+        for a, b in zip(clean(*tokens), dirty(*tokens), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_nan_in_a_token_stays_in_its_row(layers: list[Layer]) -> None:
+    layers.append(layer := Layer.make(plan_of(2)))
+    x, ids, scores = batch(layer.plan, [130, 77])
+    good = layer(x, ids, scores)
+    x[0][17] = float("nan")
+    bad = layer(x, ids, scores)
+    assert bool(bad[0][17].isnan().all())
+    bad[0][17] = good[0][17]
+    assert all(torch.equal(a, b) for a, b in zip(good, bad, strict=True))
+
+
+def test_no_worse_than_the_unfused_pipeline(layers: list[Layer]) -> None:
+    """Error against fp32: at most that of the same layer in torch, plus rounding noise."""
+    plan = plan_of(1, num_experts=8, topk=4, hidden=512, intermediate=256, block_n=256)
+    layers.append(layer := Layer.make(plan))
+    x, ids, scores = batch(plan, [256])
+    exact = reference.moe_reference(x[0], ids[0], scores[0], layer.w13, layer.w2)
+    unfused = reference.moe_unfused(x[0], ids[0], scores[0], layer.w13, layer.w2)
+    ours = layer(x, ids, scores)[0]
+    assert (ours - exact).norm() <= 1.02 * (unfused - exact).norm()
+
+
+# --- arguments ----------------------------------------------------------------------------------
+
+
+class Single:
+    """One rank, world 1, by the plain op."""
+
+    def __init__(self, layer: Layer) -> None:
+        self.layer = layer
+        x, ids, scores = batch(layer.plan, [40])
+        self.arguments = {
+            "x": x[0], "topk_idx": ids[0], "topk_weights": scores[0], "w13": layer.w13,
+            "w2": layer.w2, "plan": layer.plan.words(),
+        }  # fmt: skip
+
+    def __call__(self, **changes: object) -> torch.Tensor:
+        arguments = {**self.arguments, "workspace": self.layer.lease.words(), **changes}
+        y: torch.Tensor = torch.ops.xstage.megamoe(**arguments)
+        return y
+
+
+@pytest.fixture
+def single(layers: list[Layer]) -> Single:
+    layers.append(layer := Layer.make(plan_of(1)))
+    return Single(layer)
+
+
+def test_out_and_num_tokens(single: Single) -> None:
+    expected = single()
+    out = torch.full_like(expected, float("nan"))
+    torch.ops.xstage.megamoe_out(out, **single.arguments, workspace=single.layer.lease.words())
+    assert torch.equal(out, expected)
+    for dtype in (torch.int32, torch.int64):
+        part = single(num_tokens=torch.tensor([13], dtype=dtype))
+        assert torch.equal(part[:13], expected[:13])
+        assert torch.equal(part[13:], torch.zeros_like(part[13:]))
+
+
+def test_expert_load_counts_rows(single: Single) -> None:
+    load = torch.zeros(4, dtype=torch.int64)
+    single(expert_load=load)
+    single(expert_load=load)
+    assert torch.equal(
+        load, 2 * torch.bincount(single.arguments["topk_idx"].flatten(), minlength=4)
+    )
+
+
+def test_strided_tokens_and_both_index_types(single: Single) -> None:
+    expected = single()
+    x, ids, scores = (single.arguments[name] for name in ("x", "topk_idx", "topk_weights"))
+    for change in [
+        {"x": x.T.contiguous().T},
+        {"x": torch.cat([x, x], 1)[:, : x.shape[1]]},
+        {"topk_idx": ids.int()},
+        {"topk_idx": ids.T.contiguous().T, "topk_weights": scores.T.contiguous().T},
+    ]:
+        assert torch.equal(single(**change), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "text"),
+    [
+        ("x", lambda t: t[:, :64], r"x: expected shape \[\*, 192\], got \[40, 64\]"),
+        ("x", lambda t: t.float(), "x: expected bfloat16, got float32"),
+        ("x", lambda t: t.repeat(8, 1), "at most 300 tokens .max_tokens of the plan., got 320"),
+        ("topk_idx", lambda t: t[:, 0], r"topk_idx: expected shape \[40, 2\], got \[40\]"),
+        ("topk_idx", lambda t: t.short(), "topk_idx: expected int32 or int64"),
+        ("topk_weights", lambda t: t[:, :1], r"topk_weights: expected shape \[40, 2\]"),
+        ("topk_weights", lambda t: t.bfloat16(), "topk_weights: expected float32, got bfloat16"),
+        ("w13", lambda t: t[:2], r"w13: expected shape \[4, 128, 192\], got \[2, 128, 192\]"),
+        ("w13", lambda t: t.half(), "w13: expected bfloat16, got float16"),
+        ("w2", lambda t: t.transpose(1, 2).contiguous().transpose(1, 2), "w2: expected a contig"),
+    ],
+)
+def test_arguments_are_refused_by_name(
+    single: Single, name: str, change: object, text: str
+) -> None:
+    with pytest.raises(RuntimeError, match=text):
+        single(**{name: change(single.arguments[name])})  # type: ignore[operator]
+    single()  # nothing was left behind
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"clamp": 0.0}, "clamp: expected a positive number, got 0"),
+        ({"clamp": float("nan")}, "clamp: expected a positive number"),
+        ({"num_tokens": torch.zeros(2, dtype=torch.int32)}, "num_tokens: expected one element"),
+        ({"num_tokens": torch.zeros(1)}, "num_tokens: expected int32 or int64"),
+        ({"expert_load": torch.zeros(4, dtype=torch.int32)}, "expert_load: expected int64"),
+        ({"plan": plan_of(2).words()}, "plan: expected world 1 like the workspace, got 2"),
+        ({"plan": plan_of(1, max_tokens=9000).words()}, "needs .* bytes of its channel's region"),
+    ],
+)
+def test_options_are_refused_by_name(single: Single, changes: dict[str, object], text: str) -> None:
+    with pytest.raises(RuntimeError, match=text):
+        single(**changes)
+
+
+# --- torch.compile ------------------------------------------------------------------------------
+
+
+def test_opcheck(single: Single) -> None:
+    arguments = {**single.arguments, "workspace": single.layer.lease.words()}
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    ops = torch.ops.xstage
+    load = torch.zeros(4, dtype=torch.int64)
+    torch.library.opcheck(ops.megamoe.default, (), arguments, test_utils=tests)
+    torch.library.opcheck(
+        ops.megamoe.default, (), {**arguments, "expert_load": load, "clamp": 3.0}, test_utils=tests
+    )
+    out = torch.empty_like(single.arguments["x"])
+    torch.library.opcheck(ops.megamoe_out.default, (out,), arguments, test_utils=tests)
+    lists = {k: [arguments[k]] for k in ("x", "topk_idx", "topk_weights", "w13", "w2")}
+    torch.library.opcheck(
+        ops.megamoe_virtual.default,
+        (),
+        {**lists, "plan": arguments["plan"], "workspaces": arguments["workspace"]},
+        test_utils=tests,
+    )

@@ -1,0 +1,150 @@
+"""What the processes of `launch` do with a mixture-of-experts layer."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from xstage_ext import MegaMoE, SymmetricWorkspace, reference
+from xstage_ext.errors import PeerError
+from xstage_ext.planner.megamoe import MegaMoePlan
+
+from .scenarios import Place, report, reported
+
+SHAPE = {"num_experts": 12, "topk": 3, "hidden": 192, "intermediate": 128, "max_tokens": 150}
+ROUNDED = {"rtol": 2e-2, "atol": 2e-2}
+
+
+def weights() -> tuple[torch.Tensor, torch.Tensor]:
+    """w13 and w2 of all experts, the same in every process."""
+    generator = torch.Generator().manual_seed(7)
+    experts, hidden, inter = SHAPE["num_experts"], SHAPE["hidden"], SHAPE["intermediate"]
+    w13 = torch.randn(experts, 2 * inter, hidden, generator=generator) / hidden**0.5
+    w2 = torch.randn(experts, hidden, inter, generator=generator) / inter**0.5
+    return w13.bfloat16(), w2.bfloat16()
+
+
+def tokens(rank: int, call: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, topk_idx with some -1, topk_weights with NaN where the id is -1."""
+    generator = torch.Generator().manual_seed(1000 * call + rank)
+    x = torch.randn(count, SHAPE["hidden"], generator=generator).bfloat16()
+    scores, ids = torch.rand(count, SHAPE["num_experts"], generator=generator).topk(SHAPE["topk"])
+    skipped = torch.rand(ids.shape, generator=generator) < 0.2
+    return x, ids.masked_fill(skipped, -1), scores.masked_fill(skipped, float("nan"))
+
+
+def layer(place: Place, **options: Any) -> MegaMoE:
+    """This rank's part of the layer, weights loaded, not prepared."""
+    moe = MegaMoE(**SHAPE, device=place.device, **options)
+    local = SHAPE["num_experts"] // place.world
+    mine = slice(place.rank * local, (place.rank + 1) * local)
+    w13, w2 = weights()
+    moe.w13.data.copy_(w13[mine])
+    moe.w2.data.copy_(w2[mine])
+    return moe
+
+
+def assert_right(moe: MegaMoE, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> None:
+    y = moe(x, ids, scores)
+    expected = reference.moe_reference(x, ids, scores, *weights(), rounded=True)
+    torch.testing.assert_close(y.float(), expected, **ROUNDED)
+
+
+def calls(place: Place, counts: list[int], impl: str) -> None:
+    """Several calls with other token counts on every rank, against the reference."""
+    place.join("gloo")
+    moe = layer(place, impl=impl, count_load=True)
+    moe.prepare()
+    received = 0
+    for call, count in enumerate(counts):
+        # Ranks bring other numbers of tokens; the first and last call of some rank are empty.
+        own = (count + 37 * place.rank) % (SHAPE["max_tokens"] + 1)
+        assert_right(moe, *tokens(place.rank, call, own))
+        for rank in range(place.world):
+            theirs = (count + 37 * rank) % (SHAPE["max_tokens"] + 1)
+            ids = tokens(rank, call, theirs)[1]
+            local = SHAPE["num_experts"] // place.world
+            received += int(((ids >= 0) & (ids // local == place.rank)).sum())
+    assert moe.expert_load is not None
+    assert int(moe.expert_load.sum()) == received
+    report(impl=moe.impl, reason=moe.fallback_reason, bytes=moe.bytes())
+    moe.close()
+
+
+def both_impls(place: Place) -> None:
+    """Native and fallback results lie within rounding of each other."""
+    place.join("gloo")
+    native, fallback = layer(place, impl="native"), layer(place, impl="fallback")
+    x, ids, scores = tokens(place.rank, 0, 100)
+    torch.testing.assert_close(native(x, ids, scores), fallback(x, ids, scores), **ROUNDED)
+    report(reason=fallback.fallback_reason)
+
+
+def one_rank_falls_back(place: Place) -> None:
+    """XSTAGE_IMPL=fallback on rank 1 only: all ranks fall back, and say who wanted it."""
+    if place.rank == 1:
+        os.environ["XSTAGE_IMPL"] = "fallback"
+    place.join("gloo")
+    moe = layer(place)
+    moe.prepare()
+    assert_right(moe, *tokens(place.rank, 0, 20))
+    report(impl=moe.impl, reason=moe.fallback_reason)
+
+
+def too_many_tokens(place: Place) -> None:
+    """Rank 0 brings one token too many: both raise, none hangs, the next call is right."""
+    place.join("gloo")
+    moe = layer(place)
+    moe.prepare()
+    count = SHAPE["max_tokens"]
+    assert_right(moe, *tokens(place.rank, 0, count))
+    x, ids, scores = tokens(place.rank, 1, count + (1 if place.rank == 0 else 0))
+    try:
+        moe(x, ids, scores)
+        report(error=None)
+    except PeerError as error:
+        report(error="PeerError", text=str(error))
+    except RuntimeError as error:
+        report(error="RuntimeError", text=str(error))
+    assert_right(moe, *tokens(place.rank, 2, count))
+    report(recovered=True)
+
+
+def dead_peer(place: Place) -> None:
+    """Rank 1 dies inside a call of rank 0."""
+    place.join("gloo")
+    moe = layer(place)
+    with SymmetricWorkspace(None, moe.bytes() + 4096, device="cpu", timeout_ms=1500) as workspace:
+        moe.prepare(workspace)
+        if place.rank == 1:
+            os.kill(os.getpid(), 9)
+        reported(lambda: moe(*tokens(0, 0, 10)))
+
+
+def disagree(place: Place, **by_field: list[Any]) -> None:
+    """Ranks make the layer with other arguments; prepare names the field."""
+    place.join("gloo")
+    options = {name: values[place.rank] for name, values in by_field.items()}
+    shape = {**SHAPE, **{k: v for k, v in options.items() if k in SHAPE}}
+    rest = {k: v for k, v in options.items() if k not in SHAPE}
+    moe = MegaMoE(**shape, device="cpu", **rest)
+    workspace = SymmetricWorkspace(None, 1 << 26, device="cpu")
+    reported(lambda: moe.prepare(workspace))
+
+
+def shared_layers(place: Place, count: int) -> None:
+    """Many layers of one plan share one lease: the memory of one."""
+    place.join("gloo")
+    first = layer(place)
+    first.prepare()
+    others = [layer(place, name=f"layer {i}") for i in range(1, count)]
+    for other in others:
+        other.prepare(share=first)
+    for call, moe in enumerate([first, *others, first]):
+        assert_right(moe, *tokens(place.rank, call, 40))
+    plan = first.plan
+    assert isinstance(plan, MegaMoePlan)
+    assert first._lease is not None
+    report(bytes=first._lease.workspace.nbytes, one=plan.bytes())
