@@ -65,11 +65,6 @@ class AttentionPlan:
                 f"xstage: attention plan: expected rows, kv_rows and heads of 1 to {MAX_RANKS} "
                 f"ranks, got {len(self.rows)}, {len(self.kv_rows)} and {len(self.heads)}"
             )
-        if sum(self.heads) % self.kv_group:
-            raise PlanError(
-                f"xstage: attention plan: {sum(self.heads)} query heads are not a whole number of "
-                f"groups of {self.kv_group}"
-            )
 
     @property
     def world(self) -> int:

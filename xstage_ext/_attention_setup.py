@@ -1,0 +1,252 @@
+"""What `UlyssesAttention` decides before its first call: path, memory, words of the ops."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from . import _env
+from .channel import ChannelLease
+from .errors import WorkspaceError
+from .planner.attention import AttentionPlan
+from .planner.attention_choice import HEAD_DIMS, AttentionProblem, decide
+from .support import describe, device_reason, why_not
+from .workspace import SymmetricWorkspace, region_bytes
+
+IMPLS = ("auto", "fa3", "fa4", "torch")
+PATHS = ("fused", "serial", "torch")
+"""From best to last resort: attention that stores to the owners; our All-to-All around a local
+attention; torch.distributed around torch's attention."""
+
+
+def wanted_impl(impl: str) -> tuple[str, str]:
+    """The impl that counts, and who asked for it: the environment goes before the caller."""
+    if impl not in IMPLS:
+        raise ValueError(f"xstage.UlyssesAttention: impl: expected one of {IMPLS}, got {impl!r}")
+    override = _env.get("XSTAGE_IMPL")
+    if override is None:
+        return impl, f"impl={impl}"
+    if override not in ("native", "fallback"):
+        raise ValueError(f"XSTAGE_IMPL: expected native or fallback, got {override!r}")
+    if override == "fallback":
+        return "torch", "XSTAGE_IMPL=fallback"
+    return "fa3" if impl in ("auto", "torch") else impl, "XSTAGE_IMPL=native"
+
+
+def has_kernel(op: str, device: torch.device) -> bool:
+    """Whether an op is implemented for a device in the loaded libraries."""
+    key = "CUDA" if device.type == "cuda" else "CPU"
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"xstage::{op}", key))
+
+
+def kernel_reason(problem: AttentionProblem, device: torch.device) -> str | None:
+    """Why the attention kernels cannot compute a problem on a device; None when they can."""
+    reason = device_reason(device)
+    if reason is not None:
+        return reason
+    if device.type == "cpu":
+        known = (torch.bfloat16, torch.float16, torch.float32)
+        return None if problem.dtype in known else _dtype_reason(problem.dtype, known)
+    if problem.head_dim not in HEAD_DIMS:
+        sizes = " and ".join(map(str, HEAD_DIMS))
+        return f"head_dim {problem.head_dim}: the kernels are compiled for {sizes}"
+    if problem.dtype not in (torch.bfloat16, torch.float16):
+        return _dtype_reason(problem.dtype, (torch.bfloat16, torch.float16))
+    if not has_kernel(f"{problem.generation}_a2a", device):
+        return f"{problem.generation}_a2a has no kernel in the loaded library"
+    return None
+
+
+def _dtype_reason(dtype: torch.dtype, known: tuple[torch.dtype, ...]) -> str:
+    names = ", ".join(str(item).removeprefix("torch.") for item in known)
+    return f"dtype {dtype}: expected one of {names}"
+
+
+@why_not.register
+def _(problem: AttentionProblem, device: torch.device) -> str | None:
+    return problem.why_not() or kernel_reason(problem, device)
+
+
+@describe.register
+def _(problem: AttentionProblem, device: torch.device) -> str:
+    decision = decide(problem)
+    memory = workspace_bytes(decision.plan, problem)
+    return (
+        f"runs natively, {decision.action}, {sum(memory) / 1e6:.0f} MB of workspace per rank: "
+        f"{decision.reason} (profile {decision.profile}, {decision.provenance})"
+    )
+
+
+def workspace_bytes(plan: AttentionPlan, problem: AttentionProblem) -> tuple[int, int]:
+    """Bytes of the channels for q, k, v and for outputs; 0 for q, k, v on a single rank."""
+    element = torch.finfo(problem.dtype).bits // 8
+    inputs = plan.a2a_region_bytes(3, problem.batch, problem.head_dim, element)
+    outputs = plan.region_bytes(problem.batch, problem.head_dim, element)
+    return (0 if problem.world == 1 else inputs), outputs
+
+
+class AttentionMemory:
+    """The channels of a module: one for q, k and v behind the All-to-All, one for results."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.workspace: SymmetricWorkspace | None = None
+        self.inputs: ChannelLease | None = None
+        self.outputs: ChannelLease | None = None
+        self._owned: list[ChannelLease | SymmetricWorkspace] = []
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Bytes for inputs and for outputs."""
+        leases = (self.inputs, self.outputs)
+        inputs, outputs = (0 if lease is None else lease.nbytes for lease in leases)
+        return inputs, outputs
+
+    def require(self, needed: tuple[int, int], what: str) -> None:
+        """Raise unless the channels are large enough."""
+        if any(have < need for have, need in zip(self.sizes, needed, strict=True)):
+            raise WorkspaceError(
+                f"xstage.UlyssesAttention: {self.name}: {what} needs {needed} bytes for inputs and "
+                f"outputs, prepared are {self.sizes}; prepare() for the largest shape"
+            )
+
+    def reserve(
+        self,
+        needed: tuple[int, int],
+        facts: Mapping[str, object],
+        workspace: SymmetricWorkspace | None,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
+        """Take channels of a workspace, or make one; collective."""
+        if workspace is None:
+            workspace = SymmetricWorkspace(group, region_bytes(needed), device=device)
+            self._owned.append(workspace)
+        workspace.agree(facts, what=self.name)
+        self.outputs = workspace.channel(f"{self.name} outputs", needed[1], counter_bytes=0)
+        self._owned.insert(0, self.outputs)
+        if needed[0]:
+            self.inputs = workspace.channel(f"{self.name} inputs", needed[0], counter_bytes=0)
+            self._owned.insert(0, self.inputs)
+        self.workspace = workspace
+
+    def share(self, other: AttentionMemory, needed: tuple[int, int]) -> None:
+        """Use another module's channels."""
+        other.require(needed, f"sharing with {self.name}")
+        self.workspace, self.inputs, self.outputs = other.workspace, other.inputs, other.outputs
+
+    def close(self) -> None:
+        """Give back what was reserved here; local, idempotent."""
+        for owned in self._owned:
+            if isinstance(owned, ChannelLease):
+                owned.release()
+            else:
+                owned.close()
+        self._owned.clear()
+        self.workspace = self.inputs = self.outputs = None
+
+
+def first_path(
+    problem: AttentionProblem, device: torch.device, impl: str, source: str
+) -> tuple[str, str | None]:
+    """The best path that this rank can take, and why it is not the fused one."""
+    if impl == "torch":
+        return "torch", source
+    reason = why_not(problem, device)
+    if reason is None:
+        return "fused", None
+    if device_reason(device) is None and has_kernel("ulysses_a2a", device):
+        return "serial", reason
+    return "torch", reason
+
+
+def agree_on_path(
+    own: tuple[str, str | None], world: int, group: dist.ProcessGroup | None
+) -> tuple[str, str | None]:
+    """The last resort among all ranks' paths is every rank's path; collective."""
+    if world == 1:
+        return own
+    everyone: list[tuple[str, str | None]] = [own] * world
+    dist.all_gather_object(everyone, own, group=group)
+    last = max(range(world), key=lambda rank: PATHS.index(everyone[rank][0]))
+    path, reason = everyone[last]
+    if reason is None or (path, reason) == own:
+        return path, reason
+    return path, f"rank {last}: {reason}"
+
+
+def joint_shares(
+    rows: tuple[int, ...], text: tuple[int, ...], rank: int, joint: tuple[torch.Tensor, ...]
+) -> tuple[int, ...]:
+    """Every rank's rows with its text rows."""
+    if any(tensor.shape[1] != text[rank] for tensor in joint):
+        raise ValueError(
+            f"xstage.UlyssesAttention: joint: expected {text[rank]} rows on rank {rank} by "
+            f"joint_rows {text}, got {[tensor.shape[1] for tensor in joint]}"
+        )
+    return tuple(own + added for own, added in zip(rows, text, strict=True))
+
+
+def refuse_options(attn_mask: torch.Tensor | None, dropout_p: float) -> None:
+    """What callers of other attention functions may pass, and no path computes."""
+    if attn_mask is not None:
+        raise NotImplementedError(
+            "xstage.UlyssesAttention: attn_mask: only masks of whole keys are supported; pass "
+            "key_segments or a bool key_mask [B, Sk]"
+        )
+    if dropout_p != 0.0:
+        raise NotImplementedError(
+            f"xstage.UlyssesAttention: dropout_p: expected 0, got {dropout_p}; inference only"
+        )
+
+
+def check_tensors(
+    operands: tuple[torch.Tensor, ...], head_dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Types that no path accepts.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+    """
+    for name, tensor in zip("qkv", operands, strict=True):
+        if tensor.dim() != 4 or tensor.shape[-1] != head_dim:
+            raise ValueError(
+                f"xstage.UlyssesAttention: {name}: expected [B, rows, heads, {head_dim}], got "
+                f"{list(tensor.shape)}"
+            )
+        if tensor.dtype != dtype or tensor.device.type != device.type:
+            raise TypeError(
+                f"xstage.UlyssesAttention: {name}: expected {dtype} on {device}, got "
+                f"{tensor.dtype} on {tensor.device}"
+            )
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"xstage.UlyssesAttention: {name} requires grad, but there is no backward; use "
+                "torch.inference_mode() or torch.no_grad()"
+            )
+
+
+def check_shapes(operands: tuple[torch.Tensor, ...], problem: AttentionProblem, rank: int) -> None:
+    """Rows and heads of this rank's operands; every path needs them right.
+
+    Raises
+    ------
+    ValueError
+        Names the operand, the whole head counts and the degree.
+    """
+    wanted = (
+        (problem.rows[rank], problem.heads),
+        (problem.key_rows[rank], problem.kv_heads),
+        (problem.key_rows[rank], problem.kv_heads),
+    )
+    for name, tensor, (rows, heads) in zip("qkv", operands, wanted, strict=True):
+        if tuple(tensor.shape[1:3]) != (rows, heads) or tensor.shape[0] != problem.batch:
+            raise ValueError(
+                f"xstage.UlyssesAttention: {name}: expected [{problem.batch}, {rows}, {heads}, "
+                f"{problem.head_dim}] on rank {rank} of {problem.world} ({problem.heads} query and "
+                f"{problem.kv_heads} key heads, {sum(problem.rows)} and {sum(problem.key_rows)} "
+                f"rows in all), got {list(tensor.shape)}"
+            )

@@ -1,0 +1,400 @@
+"""Ulysses attention: from sequence-sharded q, k, v to a sequence-sharded result.
+
+Every rank owns a run of rows with all heads; an All-to-All gives each rank all rows of some heads;
+attention; and the way back. Here the way back lies in the attention kernel: the owner of an output
+tile stores it into the memory of the rank that owns its rows, in the final layout, and goes on.
+
+Results and slots. A result lies in one of `slots` slots of a workspace that peers write; it holds
+its slot until its last tensor is freed. Read it on the stream of the call, or let that stream wait
+for the reader before dropping it. A call that finds its slot held raises with numbers; nothing is
+overwritten. `out=` copies the result into memory of your own.
+
+CUDA graphs. `prepare` and one eager call of each shape come first; then capture. A captured call
+uses a slot that eager calls no longer touch; its result is valid until the next replay. Every rank
+captures and replays the same calls in the same order. Give `slots=4` to keep replays from waiting
+for each other's slots.
+
+torch.compile. `prepare` and one eager call of each shape come first; then `fullgraph=True` works.
+Compiled calls do not look for faults; call `check()` where you synchronise anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ._attention_paths import CallWords, Operands, Route, Semantics, run
+from ._attention_setup import (
+    AttentionMemory,
+    agree_on_path,
+    check_shapes,
+    check_tensors,
+    first_path,
+    joint_shares,
+    kernel_reason,
+    refuse_options,
+    wanted_impl,
+    workspace_bytes,
+)
+from .errors import PlanError, WorkspaceError
+from .key_segments import segments_from_mask
+from .planner.attention import even_split
+from .planner.attention_choice import AttentionDecision, AttentionProblem, decide
+from .support import resolve_device
+from .workspace import SymmetricWorkspace, region_bytes
+
+Rows = int | Sequence[int]
+Shape = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Query rows and key rows of every rank, and the batch."""
+
+
+class UlyssesAttention(torch.nn.Module):
+    """Attention of one model's layers over the ranks of a group. Inference only.
+
+    Parameters
+    ----------
+    heads : int
+        Query heads of the model. Need not be a multiple of the ranks.
+    head_dim : int
+        On CUDA 64 or 128 for the fused kernels; other sizes take the serial path.
+    kv_heads : int, optional
+        Key heads of the model, a divisor of heads, also fewer than ranks; None: heads.
+    group : ProcessGroup, optional
+        None: WORLD if torch.distributed is initialised, else this process alone. Any subgroup of up
+        to 8 ranks of one NVLink domain; group ranks count, never global ones.
+    device : device, optional
+        None: the current CUDA device where there is one, else the CPU.
+    dtype : dtype
+        bfloat16 or float16; on the CPU also float32.
+    causal : bool
+        Aligned at the ends: query i of Sq sees keys j <= i + Sk - Sq.
+    scale : float, optional
+        None: 1 / sqrt(head_dim).
+    impl : str
+        "auto" falls back with all ranks together; "fa3" or "fa4" refuses instead; "torch" forces
+        torch.distributed and torch's attention. XSTAGE_IMPL=native or fallback overrides it.
+    heads_per_rank : sequence of int, optional
+        Query heads that each rank computes; None: as even as possible, larger shares first.
+    slots : int
+        Results that may be alive at the same time.
+    plan : dict, optional
+        Launch fields of `AttentionPlan` that are given, not chosen by the planner.
+    name : str
+        For error texts.
+
+    Attributes
+    ----------
+    path : str or None
+        "fused", "serial" (our All-to-All around a local attention) or "torch" once prepared.
+    fallback_reason : str or None
+        Why the path is not the planner's choice; the same on every rank.
+    decision : AttentionDecision or None
+        The planner's choice with its reason and prediction.
+
+    Examples
+    --------
+    >>> attention = UlyssesAttention(heads=4, head_dim=64)
+    >>> q, k, v = torch.randn(3, 1, 128, 4, 64, dtype=torch.bfloat16, device=attention.device)
+    >>> attention(q, k, v).shape
+    torch.Size([1, 128, 4, 64])
+    >>> attention.close()
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        head_dim: int,
+        *,
+        kv_heads: int | None = None,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        causal: bool = False,
+        scale: float | None = None,
+        impl: str = "auto",
+        heads_per_rank: Sequence[int] | None = None,
+        slots: int = 2,
+        plan: dict[str, int] | None = None,
+        name: str = "ulysses",
+    ) -> None:
+        super().__init__()
+        distributed = dist.is_available() and dist.is_initialized()
+        self.group = group
+        self.world = dist.get_world_size(group) if distributed else 1
+        self.rank = dist.get_rank(group) if distributed else 0
+        self.device = resolve_device(device)
+        self.causal = causal
+        self.scale = scale
+        self.name = name
+        self._wanted, self._source = wanted_impl(impl)
+        self._generation = self._wanted if self._wanted in ("fa3", "fa4") else "fa3"
+        self._fields = dict(plan or {})
+        self._facts: dict[str, Any] = {
+            "heads": heads,
+            "kv_heads": heads if kv_heads is None else kv_heads,
+            "head_dim": head_dim,
+            "causal": causal,
+            "dtype": dtype,
+            "heads_per_rank": None if heads_per_rank is None else tuple(heads_per_rank),
+            "generation": self._generation,
+            "slots": slots,
+        }
+        reason = kernel_reason(self._problem((1,) * self.world, None, 1), self.device)
+        if self._wanted in ("fa3", "fa4") and reason is not None:
+            raise PlanError(f"xstage.UlyssesAttention: {self._source}, but {reason}")
+        self.path: str | None = None
+        self.fallback_reason: str | None = None
+        self.decision: AttentionDecision | None = None
+        self._memory = AttentionMemory(name)
+        self._route: Route | None = None
+        self._words: dict[Shape, CallWords] = {}
+
+    # --- set-up -------------------------------------------------------------------------------
+
+    def _problem(
+        self, rows: tuple[int, ...], kv_rows: tuple[int, ...] | None, batch: int
+    ) -> AttentionProblem:
+        return AttentionProblem(rows=rows, kv_rows=kv_rows, batch=batch, **self._facts)
+
+    def _shares(self, rows: Rows) -> tuple[int, ...]:
+        """Rows of every rank: an int is a whole length, cut as evenly as possible."""
+        shares = even_split(rows, self.world) if isinstance(rows, int) else tuple(rows)
+        if len(shares) != self.world:
+            raise ValueError(
+                f"xstage.UlyssesAttention: rows: expected one length for each of {self.world} "
+                f"ranks, got {shares}"
+            )
+        return shares
+
+    def bytes(self, rows: Rows, kv_rows: Rows | None = None, *, batch: int = 1) -> int:
+        """Bytes of workspace per rank that `prepare` with the same arguments reserves.
+
+        Allocates nothing, and needs no group.
+        """
+        key_rows = None if kv_rows is None else self._shares(kv_rows)
+        problem = self._problem(self._shares(rows), key_rows, batch)
+        return region_bytes(workspace_bytes(problem.plan(), problem))
+
+    def prepare(
+        self,
+        rows: Rows,
+        kv_rows: Rows | None = None,
+        *,
+        batch: int = 1,
+        workspace: SymmetricWorkspace | None = None,
+        share: UlyssesAttention | None = None,
+    ) -> None:
+        """Everything slow and collective: the path, memory, agreement between the ranks.
+
+        Every rank of the group calls it with the same arguments. Calls with smaller shapes need no
+        further prepare. Preparing again for larger shapes ends the results of earlier calls.
+
+        Parameters
+        ----------
+        rows : int or sequence of int
+            Largest query length in all, or the lengths of the ranks' shards.
+        kv_rows : int or sequence of int, optional
+            The same of keys; None: as rows.
+        batch : int
+            Largest batch.
+        workspace : SymmetricWorkspace, optional
+            With room for `bytes(...)`; None: the module makes its own.
+        share : UlyssesAttention, optional
+            A prepared module whose memory this one uses too. Their calls follow each other on one
+            stream, in the same order on every rank: the layers of a model.
+
+        Raises
+        ------
+        WorkspaceError
+            The ranks disagree (named), or `share` has too little memory.
+        PlanError
+            impl="fa3" or "fa4", and the kernels or the memory cannot be had.
+        """
+        self.close()
+        key_rows = None if kv_rows is None else self._shares(kv_rows)
+        problem = self._problem(self._shares(rows), key_rows, batch)
+        own = first_path(problem, self.device, self._wanted, self._source)
+        path, self.fallback_reason = agree_on_path(own, self.world, self.group)
+        self.decision = decide(problem, None, **self._fields)
+        if path != "torch":
+            try:
+                self._reserve(problem, workspace, share)
+            except WorkspaceError as error:
+                # The same on every rank; so is the way out.
+                if workspace is not None or share is not None:
+                    raise
+                path, self.fallback_reason = "torch", str(error)
+        if self.fallback_reason is not None and self._wanted in ("fa3", "fa4"):
+            raise PlanError(f"xstage.UlyssesAttention: {self._source}, but {self.fallback_reason}")
+        if path == "fused" and self.decision.action == "serial" and self._wanted == "auto":
+            path = "serial"
+        self.path = path
+        local_kernel = kernel_reason(problem, self.device) is None
+        self._route = Route(path, self._generation, local_kernel, self.rank, self.world, self.group)
+
+    def _reserve(
+        self,
+        problem: AttentionProblem,
+        workspace: SymmetricWorkspace | None,
+        share: UlyssesAttention | None,
+    ) -> None:
+        assert self.decision is not None
+        needed = workspace_bytes(self.decision.plan, problem)
+        if share is not None:
+            self._memory.share(share._memory, needed)
+            return
+        facts: dict[str, object] = {field: str(value) for field, value in vars(problem).items()}
+        facts |= {"scale": self.scale, "plan": str(self._fields)}
+        self._memory.reserve(needed, facts, workspace, self.group, self.device)
+
+    def close(self) -> None:
+        """Give back what `prepare` reserved. Local and idempotent; results of calls end too."""
+        self._memory.close()
+        self._words.clear()
+        self.path = self._route = None
+
+    def check(self, *, synchronize: bool = False) -> None:
+        """Raise what an earlier call found; see `SymmetricWorkspace.check`."""
+        if self._memory.workspace is not None:
+            self._memory.workspace.check(synchronize=synchronize)
+
+    # --- calls --------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        rows: Rows | None = None,
+        kv_rows: Rows | None = None,
+        key_segments: torch.Tensor | None = None,
+        key_mask: torch.Tensor | None = None,
+        joint: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+        joint_rows: Sequence[int] | None = None,
+        out: torch.Tensor | None = None,
+        return_lse: bool = False,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+    ) -> Any:
+        """Attention over the whole sequence; every rank of the group calls it.
+
+        Parameters
+        ----------
+        q : Tensor
+            [B, rows of this rank, heads, D]; any strides.
+        k, v : Tensor
+            [B, key rows of this rank, kv_heads, D]; any strides.
+        rows, kv_rows : int or sequence of int, optional
+            Whole length (cut as evenly as possible, longer shards first) or every rank's length;
+            the same on every rank. None: every rank has as many as this one.
+        key_segments : Tensor, optional
+            int32 [B, N, 2] on the device: runs of valid keys, numbered over the whole key sequence
+            (`key_segments.segments_from_lengths`). What other keys hold, NaN included, is harmless.
+        key_mask : Tensor, optional
+            bool [B, Sk] over the whole key sequence. Waits for the device; prefer key_segments.
+        joint : three Tensors, optional
+            q, k, v of the text rows that this rank owns (also none of them: 0 rows).
+        joint_rows : sequence of int, optional
+            The owner rule: text rows of every rank, e.g. (T, 0, 0, 0) or even_split(T, 4). In the
+            whole sequence each rank's text comes before its other rows.
+        out : Tensor, optional
+            Shaped like the result; receives a copy and is returned.
+        return_lse : bool
+            Also return the log-sum-exp of this rank's *heads*: float32 [B, heads of this rank, Sq].
+
+        Returns
+        -------
+        Tensor
+            [B, rows of this rank, heads, D]: in a slot (see the module's text), or `out`. With
+            `joint` a pair (result, text result); with `return_lse` followed by the log-sum-exp.
+
+        Raises
+        ------
+        TypeError, ValueError, NotImplementedError
+            Dtype, shape or feature, by name. attn_mask and dropout_p are refused.
+        WorkspaceError
+            Larger than prepared, or ranks disagree in rows.
+        PeerTimeout, PeerError
+            On the CPU from this call; on CUDA from the next call or `check`.
+        """
+        refuse_options(attn_mask, dropout_p)
+        check_tensors((q, k, v), self._facts["head_dim"], self._facts["dtype"], self.device)
+        if key_mask is not None:
+            if key_segments is not None:
+                raise ValueError("xstage.UlyssesAttention: give key_segments or key_mask, not both")
+            key_segments = segments_from_mask(key_mask)
+        shares, key_shares = self._row_shares(q, k, rows, kv_rows)
+        text = 0
+        if joint is not None:
+            if self.causal or joint_rows is None:
+                raise NotImplementedError(
+                    "xstage.UlyssesAttention: joint: needs joint_rows, and has no place in a "
+                    "causal order"
+                )
+            owned = self._shares(tuple(joint_rows))
+            text = owned[self.rank]
+            shares = joint_shares(shares, owned, self.rank, joint)
+            key_shares = joint_shares(key_shares, owned, self.rank, joint)
+            q, k, v = (torch.cat(pair, 1) for pair in zip(joint, (q, k, v), strict=True))
+        meaning = Semantics(key_segments, self.scale, self.causal, return_lse)
+        result, lse = self._attend((q, k, v), (shares, key_shares, q.shape[0]), meaning)
+        parts: tuple[torch.Tensor, ...] = (result,)
+        if joint is not None:
+            parts = (result[:, text:], result[:, :text])
+        if out is not None:
+            parts = (out.copy_(parts[0]), *parts[1:])
+        if return_lse:
+            parts = (*parts, lse)
+        return parts[0] if len(parts) == 1 else parts
+
+    def _row_shares(
+        self, q: torch.Tensor, k: torch.Tensor, rows: Rows | None, kv_rows: Rows | None
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        shares = self._shares((q.shape[1],) * self.world if rows is None else rows)
+        if kv_rows is None and k.shape[1] == q.shape[1]:
+            return shares, shares
+        return shares, self._shares((k.shape[1],) * self.world if kv_rows is None else kv_rows)
+
+    def _attend(
+        self, operands: Operands, shape: Shape, meaning: Semantics
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        compiling = torch.compiler.is_compiling()
+        words = self._words.get(shape)
+        if words is None:
+            if compiling:
+                raise RuntimeError(
+                    f"xstage.UlyssesAttention: {self.name}: call prepare() and then the module "
+                    f"once with this shape before torch.compile, got {shape}"
+                )
+            words = self._first_call(operands, shape)
+        assert self._route is not None
+        outputs = self._memory.outputs
+        if compiling or outputs is None:
+            return run(self._route, operands, words, meaning)
+        with outputs.guard():
+            outputs.workspace.begin()
+            check_shapes(operands, self._problem(*shape), self.rank)
+            return run(self._route, operands, words, meaning)
+
+    def _first_call(self, operands: Operands, shape: Shape) -> CallWords:
+        rows, key_rows, batch = shape
+        if operands[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            raise WorkspaceError(
+                f"xstage.UlyssesAttention: {self.name}: first call of shape {shape} inside a CUDA "
+                "graph capture; call prepare() and then the module once eagerly before capturing"
+            )
+        problem = self._problem(rows, key_rows, batch)
+        if self.path is None:
+            self.prepare(rows, key_rows, batch=batch)
+        plan = decide(problem, None, **self._fields).plan
+        if self._memory.outputs is not None:
+            self._memory.require(workspace_bytes(plan, problem), f"shape {shape}")
+        else:
+            check_shapes(operands, problem, self.rank)
+        words = CallWords.of(plan, self.rank, self._memory.inputs, self._memory.outputs)
+        self._words[shape] = words
+        return words
