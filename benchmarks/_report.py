@@ -79,9 +79,7 @@ class Row:
 def facts() -> dict[str, Any]:
     """GPU, driver, torch, clock, date, commit and command of this process."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    driver, clock, power = (
-        _nvidia_smi("driver_version,clocks.sm,power.limit") if gpu else (None,) * 3
-    )
+    driver, clock, power = _nvidia_smi() if gpu else (None,) * 3
     return {
         "gpu": gpu,
         "driver": driver,
