@@ -279,11 +279,18 @@ def calibrate(
     out: Annotated[pathlib.Path, typer.Option(help="JSON file to write.")] = pathlib.Path(
         "profile.json"
     ),
+    refit: Annotated[
+        pathlib.Path | None,
+        typer.Option(help="Only fit again, from the .calibration.json of an earlier run."),
+    ] = None,
 ) -> None:
     """Measure T0, R, Q and the shadow of this machine; write a profile and pictures."""
-    from .calibrate import run
+    from . import calibrate as command
 
-    run(out)
+    if refit is None:
+        command.run(out)
+    else:
+        command.print_summary(command.refit(refit, out), console)
 
 
 @app.command()

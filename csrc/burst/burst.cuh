@@ -184,11 +184,13 @@ struct BurstShared {
   alignas(1024) char slab[kSlabBytes];
   Origin origin;
   int go_on;
-  // Cycles since the origin, by parity of the burst.
-  int warp_begin[2][kBurstWarps];
-  int warp_issued[2][kBurstWarps];
-  int warp_done[2][kBurstWarps];
-  int copy_free[2];  // copies only: the issuing thread saw its source free
+  // Raw clocks by parity of the burst. All 64 bits are stored on purpose: of a clock whose upper
+  // half is dead the compiler makes an S2UR, which waits in the queue of the stores; the CS2R of a
+  // full clock is read when it is issued.
+  int64_t warp_begin[2][kBurstWarps];
+  int64_t warp_issued[2][kBurstWarps];
+  int64_t warp_done[2][kBurstWarps];
+  int64_t copy_free[2];  // copies only: the issuing thread saw its source free
 };
 
 // Fills the slab with the pattern that copies send.
@@ -301,10 +303,9 @@ __device__ __forceinline__ void burst_once(BurstParams const& params, BurstShare
     done = clock_now();
     if (threadIdx.x % 32 == 0) {
       int const warp = threadIdx.x / 32;
-      int64_t const origin = shared.origin.clock;
-      shared.warp_begin[parity][warp] = static_cast<int>(begin - origin);
-      shared.warp_issued[parity][warp] = static_cast<int>(issued - origin);
-      shared.warp_done[parity][warp] = static_cast<int>(done - origin);
+      shared.warp_begin[parity][warp] = begin;
+      shared.warp_issued[parity][warp] = issued;
+      shared.warp_done[parity][warp] = done;
     }
   } else if (threadIdx.x == 0) {
     begin = clock_now();
@@ -324,21 +325,20 @@ __device__ __forceinline__ void burst_once(BurstParams const& params, BurstShare
       fence_acq_rel_sys();
     }
     done = clock_now();
-    int64_t const origin = shared.origin.clock;
-    shared.warp_begin[parity][0] = static_cast<int>(begin - origin);
-    shared.copy_free[parity] = static_cast<int>(free - origin);
-    shared.warp_issued[parity][0] = static_cast<int>(issued - origin);
-    shared.warp_done[parity][0] = static_cast<int>(done - origin);
+    shared.warp_begin[parity][0] = begin;
+    shared.copy_free[parity] = free;
+    shared.warp_issued[parity][0] = issued;
+    shared.warp_done[parity][0] = done;
   }
 }
 
 // Reduces the stamps of the block, behind a block barrier. Thread 0; returns the end of the burst.
 template <Mechanism kMechanism>
 __device__ __forceinline__ int4 collect_stamps(BurstShared const& shared, int parity) {
-  int begin = shared.warp_begin[parity][0];
-  int issued = shared.warp_issued[parity][0];
-  int done = shared.warp_done[parity][0];
-  int free = shared.copy_free[parity];
+  int64_t begin = shared.warp_begin[parity][0];
+  int64_t issued = shared.warp_issued[parity][0];
+  int64_t done = shared.warp_done[parity][0];
+  int64_t free = shared.copy_free[parity];
   if constexpr (kMechanism == Mechanism::kSt || kMechanism == Mechanism::kPull) {
 #pragma unroll
     for (int w = 1; w < kBurstWarps; ++w) {
@@ -348,7 +348,9 @@ __device__ __forceinline__ int4 collect_stamps(BurstShared const& shared, int pa
     }
     free = issued;
   }
-  return {begin, issued, free, done};
+  int64_t const origin = shared.origin.clock;
+  return {static_cast<int>(begin - origin), static_cast<int>(issued - origin),
+          static_cast<int>(free - origin), static_cast<int>(done - origin)};
 }
 
 template <Mechanism kMechanism>

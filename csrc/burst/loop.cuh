@@ -223,11 +223,14 @@ __device__ __forceinline__ void loop_math(LoopParams const& params, LoopShared& 
     }
     mbarrier_arrive(&shared.staging_full);
     if (reports) {
-      int64_t const origin = shared.origin.clock;
+      // Clamped in 64 bits, so that the clocks are read by CS2R (see BurstShared).
+      auto const since = [](int64_t end, int64_t begin) {
+        return static_cast<int>(max_of<int64_t>(0, end - begin));
+      };
+      int64_t const stored = clock_now();
       params.stamps[blockIdx.x * plan.tiles + tile] = {
-          static_cast<int>(products_end - origin), static_cast<int>(longest_wait),
-          static_cast<int>(staging_free - products_end),
-          static_cast<int>(clock_now() - staging_free)};
+          since(products_end, shared.origin.clock), since(longest_wait, 0),
+          since(staging_free, products_end), since(stored, staging_free)};
     }
   }
 }
