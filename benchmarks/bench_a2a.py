@@ -202,8 +202,8 @@ def main() -> None:
                     extra={"remote_MB": round(remote / 1e6, 3), "calls_per_graph": CALLS},
                 )
                 if writer is not None:
-                    writer.write(row)
                     print(line(row), "ok" if row.ok else row.ok, flush=True)
+                    writer.write(row)
     workspace.close()
     dist.destroy_process_group()
 
