@@ -6,7 +6,8 @@ import os
 
 VARIABLES: dict[str, str] = {
     "XSTAGE_LIB_DIR": "folder of the compiled libraries, when they were built elsewhere",
-    "XSTAGE_CUTLASS": "CUTLASS checkout or include folder, instead of the nvidia-cutlass package (build)",
+    "XSTAGE_BUILD": "build only: `cpu` leaves the kernels out, `cuda` insists on them",
+    "XSTAGE_CUTLASS": "build only: CUTLASS checkout, instead of the nvidia-cutlass package",
     "XSTAGE_IMPL": "force `native` or `fallback` for the user-level functions",
     "XSTAGE_TIMEOUT_MS": "deadline of device waits in milliseconds; 0 waits for ever",
     "XSTAGE_SETUP_TIMEOUT_MS": "deadline of collective set-up steps in milliseconds",
