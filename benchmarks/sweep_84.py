@@ -3,7 +3,7 @@
     python benchmarks/sweep_84.py                  # no GPU: predictions, and one small real layer
     python benchmarks/sweep_84.py --quick          # every seventh configuration
     python benchmarks/sweep_84.py --part 1/4       # with two GPUs: measure a quarter
-    python benchmarks/sweep_84.py --merge          # one report from all parts
+    python benchmarks/sweep_84.py --part merge     # one report from all parts
 
 Every figure without a GPU is a prediction by the simulator and marked as such. Results are JSON
 lines under benchmarks/results/, tables and pictures are made from them. An interrupted run goes on
@@ -280,9 +280,10 @@ def _real_layer() -> bool:
 
 def main(
     quick: Annotated[bool, typer.Option(help="Every seventh configuration only.")] = False,
-    part: Annotated[str | None, typer.Option(help="i/n: the i-th of n parts.")] = None,
+    part: Annotated[
+        str | None, typer.Option(help="i/n: the i-th of n parts. merge: report from all parts.")
+    ] = None,
     resume: Annotated[bool, typer.Option(help="Keep what the result file has.")] = False,
-    merge_parts: Annotated[bool, typer.Option("--merge", help="Report from all parts.")] = False,
     predict: Annotated[bool, typer.Option(help="Predict even where GPUs are.")] = False,
     profile: Annotated[str | None, typer.Option(help="Profile name or JSON file.")] = None,
     pairs: Annotated[int, typer.Option(help="Samples per arm and configuration.")] = 20,
@@ -296,7 +297,7 @@ def main(
     name = "sweep_84_quick" if quick else "sweep_84"
     if not measure:
         name += "_predicted"
-    if merge_parts:
+    if part == "merge":
         report(merge(name), configs, f"{name}: planner over wave with plain stores")
         return
     suffix = "" if part is None else f".part-{part.replace('/', '-of-')}"

@@ -10,6 +10,8 @@ import runpy
 import sys
 from typing import Annotated, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import typer
 from rich.console import Console
@@ -20,9 +22,11 @@ from ._plan_report import draw_timeline, plan_report
 from .errors import XStageError
 from .model import BurstGap, Regime, burst_shadow
 from .planner import attention_choice
+from .planner.attention import even_split
+from .planner.choose import choose
 from .planner.megamoe import SCHEDULES, STORES
 from .planner.problem import MoEProblem
-from .testing import make_routing
+from .testing import LAWS, make_routing
 from .version import __version__
 
 app = typer.Typer(
@@ -36,6 +40,7 @@ plan_app = typer.Typer(
 app.add_typer(plan_app, name="plan")
 console = Console()
 
+SHAPE_HELP = "hidden x intermediate x experts x topk, e.g. 4096x1536x192x8"
 Profile = Annotated[str | None, typer.Option(help="Name or JSON file of a machine profile.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Picture = Annotated[pathlib.Path | None, typer.Option(help="Write a picture (PNG).")]
@@ -48,25 +53,15 @@ def _profile(name: str | None) -> machine.MachineProfile:
     return machine.load_here()
 
 
-def _print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, indent=1, default=str))
-
-
-@plan_app.command("moe")
-def plan_moe(
-    hidden: Annotated[int, typer.Option(help="Width of a token.")],
-    intermediate: Annotated[int, typer.Option(help="Width inside an expert.")],
-    experts: Annotated[int, typer.Option(help="Routed experts of the whole group.")],
-    topk: Annotated[int, typer.Option(help="Experts per token.")],
-    tokens: Annotated[int, typer.Option(help="Tokens per rank and call.")],
-    world: Annotated[int, typer.Option(help="Ranks of the group.")] = 8,
-    remote_share: Annotated[float | None, typer.Option(help="Rows that cross the link.")] = None,
-    profile: Profile = None,
-    as_json: AsJson = False,
-    picture: Picture = None,
-) -> None:
-    """Plan a mixture-of-experts layer."""
-    problem = MoEProblem(
+def _moe_problem(
+    shape: str, tokens: int, world: int, remote_share: float | None = None
+) -> MoEProblem:
+    """From `hidden x intermediate x experts x topk`."""
+    try:
+        hidden, intermediate, experts, topk = (int(word) for word in shape.lower().split("x"))
+    except ValueError:
+        raise typer.BadParameter(f"shape: expected {SHAPE_HELP}, got {shape}") from None
+    return MoEProblem(
         world=world,
         num_experts=experts,
         topk=topk,
@@ -75,6 +70,24 @@ def plan_moe(
         max_tokens=tokens,
         remote_share=remote_share,
     )
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=1, default=str))
+
+
+@plan_app.command("moe")
+def plan_moe(
+    shape: Annotated[str, typer.Argument(help=SHAPE_HELP)],
+    tokens: Annotated[int, typer.Option(help="Tokens per rank and call.")],
+    world: Annotated[int, typer.Option(help="Ranks of the group.")] = 8,
+    remote_share: Annotated[float | None, typer.Option(help="Rows that cross the link.")] = None,
+    profile: Profile = None,
+    as_json: AsJson = False,
+    picture: Picture = None,
+) -> None:
+    """Plan a mixture-of-experts layer."""
+    problem = _moe_problem(shape, tokens, world, remote_share)
     report = plan_report(problem, _profile(profile))
     if as_json:
         _print_json(report.as_dict())
@@ -88,28 +101,28 @@ def plan_moe(
 
 @plan_app.command("attention")
 def plan_attention(
-    heads: Annotated[int, typer.Option(help="Query heads of the model.")],
+    heads: Annotated[str, typer.Argument(help="Query heads, or query/key heads, e.g. 40/8.")],
     head_dim: Annotated[int, typer.Option(help="Size of a head.")],
     sequence: Annotated[int, typer.Option(help="Rows of the whole sequence.")],
     world: Annotated[int, typer.Option(help="Ranks of the group.")] = 8,
-    kv_heads: Annotated[int | None, typer.Option(help="Key heads; as many as queries.")] = None,
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
     causal: Annotated[bool, typer.Option(help="Causal mask.")] = False,
-    generation: Annotated[str, typer.Option(help="fa3 or fa4.")] = "fa3",
     profile: Profile = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan attention with its output All-to-All under Ulysses sequence parallelism."""
-    from .planner.attention import even_split
-
+    try:
+        counts = [int(word) for word in heads.split("/")]
+        query_heads, kv_heads = counts[0], counts[-1]
+    except ValueError:
+        raise typer.BadParameter(f"heads: expected e.g. 40 or 40/8, got {heads}") from None
     problem = attention_choice.AttentionProblem(
-        heads=heads,
-        kv_heads=kv_heads or heads,
+        heads=query_heads,
+        kv_heads=kv_heads,
         head_dim=head_dim,
         rows=even_split(sequence, world),
         batch=batch,
         causal=causal,
-        generation=generation,
     )
     decision = attention_choice.decide(problem, _profile(profile))
     if as_json:
@@ -167,48 +180,23 @@ def explain(
 
 @app.command("simulate")
 def simulate_command(
-    hidden: Annotated[int, typer.Option(help="Width of a token.")],
-    intermediate: Annotated[int, typer.Option(help="Width inside an expert.")],
-    experts: Annotated[int, typer.Option(help="Routed experts of the whole group.")],
-    topk: Annotated[int, typer.Option(help="Experts per token.")],
+    shape: Annotated[str, typer.Argument(help=SHAPE_HELP)],
     tokens: Annotated[int, typer.Option(help="Tokens per rank and call.")],
     world: Annotated[int, typer.Option(help="Ranks of the group.")] = 2,
-    law: Annotated[str, typer.Option(help="Routing: balanced, zipf or dirichlet.")] = "balanced",
-    exponent: Annotated[float, typer.Option(help="Of the routing law.")] = 0.5,
+    routing: Annotated[str, typer.Option(help="Law, e.g. balanced or zipf:0.5.")] = "balanced",
     seed: Annotated[int, typer.Option(help="Of the routing.")] = 0,
     profile: Profile = None,
     as_json: AsJson = False,
 ) -> None:
     """Simulate every schedule and way to store for a layer; all figures are predictions."""
-    from .planner.choose import choose
-
     used = _profile(profile)
-    problem = MoEProblem(
-        world=world,
-        num_experts=experts,
-        topk=topk,
-        hidden=hidden,
-        intermediate=intermediate,
-        max_tokens=tokens,
-    )
-    if law not in ("balanced", "zipf", "dirichlet"):
-        raise typer.BadParameter(f"law: expected balanced, zipf or dirichlet, got {law}")
-    routing = make_routing(
-        world,
-        tokens,
-        experts,
-        topk,
-        law=law,  # type: ignore[arg-type]
-        exponent=exponent,
-        seed=seed,
-    )
-    counts = routing.counts(experts).reshape(world, world, experts // world)
-    rank = int(counts.sum(axis=(0, 2)).argmax())
+    problem = _moe_problem(shape, tokens, world)
+    counts, rank = _heaviest(problem, routing, seed)
     rows = []
     for schedule, schedule_name in enumerate(SCHEDULES):
         for store, store_name in enumerate(STORES):
             plan = choose(problem, used, schedule=schedule, store=store).plan
-            result = simulate.simulate_megamoe(plan, counts[:, rank], used, rank=rank)
+            result = simulate.simulate_megamoe(plan, counts, used, rank=rank)
             rows.append(
                 {"schedule": schedule_name, "store": store_name, "total_us": result.total_us}
                 | {name: result.mean(name) for name in simulate.WORKER_COLUMNS[:-1]}
@@ -224,6 +212,26 @@ def simulate_command(
     for row in rows:
         table.add_row(*(f"{v:.1f}" if isinstance(v, float) else str(v) for v in row.values()))
     console.print(table)
+
+
+def _heaviest(problem: MoEProblem, routing: str, seed: int) -> tuple[npt.NDArray[np.int64], int]:
+    """Rows by [source, expert] of the rank with most rows, and that rank."""
+    law, _, exponent = routing.partition(":")
+    if law not in LAWS:
+        raise typer.BadParameter(f"routing: expected one of {', '.join(LAWS)}, got {law}")
+    world, experts = problem.world, problem.num_experts
+    drawn = make_routing(
+        world,
+        problem.load,
+        experts,
+        problem.topk,
+        law=law,
+        exponent=float(exponent or 0.5),
+        seed=seed,
+    )
+    counts = drawn.counts(experts).reshape(world, world, experts // world)
+    rank = int(counts.sum(axis=(0, 2)).argmax())
+    return counts[:, rank], rank
 
 
 @app.command()

@@ -176,6 +176,7 @@ def compare(result: torch.Tensor, reference: torch.Tensor, rtol: float, atol: fl
 
 
 RoutingLaw = Literal["balanced", "zipf", "dirichlet"]
+LAWS: tuple[RoutingLaw, ...] = ("balanced", "zipf", "dirichlet")
 
 
 @dataclasses.dataclass(frozen=True)

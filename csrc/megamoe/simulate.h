@@ -26,7 +26,7 @@ namespace xstage {
   X(setup_us, "from the start of the kernel until tokens can be pulled")                   \
   X(hbm_GBps, "reads from device memory by all SMs")                                       \
   X(hbm_sm_GBps, "the same by one SM at most")                                             \
-  X(reuse_bytes, "an operand is in L2 if fewer bytes came from memory since its last use") \
+  X(reuse_bytes, "an operand is in L2 if fewer bytes entered L2 since its last use")       \
   X(pull_GBps, "reads from peers by one rank at most")                                     \
   X(pull_share, "share of the egress that answers to pulls get while stores want it too")  \
   X(issue_us, "T0 of a whole tile")                                                        \
@@ -130,7 +130,7 @@ class FairServer {
 };
 
 // Which operands L2 still holds, by distance of reuse: an operand is there when fewer than
-// `reuse_bytes` came from memory since its last use.
+// `reuse_bytes` entered L2 since its last use.
 class OperandCache {
  public:
   OperandCache(MegaMoePlan const& plan, int32_t blocks, double reuse_bytes)
@@ -138,13 +138,13 @@ class OperandCache {
     int64_t const experts = plan.experts_per_rank();
     weights_used_[0].assign(experts * plan.linear1_tiles(), -kForever);
     weights_used_[1].assign(experts * plan.linear2_tiles(), -kForever);
-    // Tokens come from the link, through L2: at first they count as just used.
     for (auto& used : block_used_) used.assign(blocks, 0.0);
   }
 
-  double fetched() const { return clock_; }
-  // Linear-1 wrote its part of the block's activations.
-  void wrote(int32_t block) { block_used_[1][block] = clock_; }
+  double fetched() const { return fetched_; }
+  // Rows of the block came in, or Linear-1 wrote a tile of its activations: both pass through L2.
+  void arrived(int32_t block, double bytes) { block_used_[0][block] = clock_ += bytes; }
+  void wrote(int32_t block, double bytes) { block_used_[1][block] = clock_ += bytes; }
 
   // Bytes of a cluster's operands that must come from memory; notes their use.
   double missing_bytes(Tile const* tiles, bool second) {
@@ -163,15 +163,16 @@ class OperandCache {
 
  private:
   double touch(double& last_use, double bytes) {
-    bool const hit = clock_ - last_use < reuse_bytes_;
-    if (!hit) clock_ += bytes;
-    last_use = clock_;
-    return hit ? 0.0 : bytes;
+    double const missing = clock_ - last_use < reuse_bytes_ ? 0.0 : bytes;
+    fetched_ += missing;
+    last_use = clock_ += missing;
+    return missing;
   }
 
   MegaMoePlan const& plan_;
   double const reuse_bytes_;
-  double clock_ = 0.0;  // bytes that came from memory
+  double clock_ = 0.0;    // bytes that entered L2
+  double fetched_ = 0.0;  // of these: operands that came from memory
   std::vector<double> block_used_[2], weights_used_[2];
 };
 

@@ -143,6 +143,7 @@ class MegaMoeSimulation {
     while (l1_frontier_ < blocks && linear1_left_[l1_frontier_] == 0) ++l1_frontier_;
     pull_.settle(l1_frontier_ + plan_.x_ring_blocks, [&](int32_t block) {
       pulled_us_ = now_;
+      operands_.arrived(block, 2.0 * plan_.block_m * plan_.hidden);
       wake(0, block);
     });
   }
@@ -281,7 +282,7 @@ class MegaMoeSimulation {
       Tile const& tile = worker.tiles[cta];
       if (tile.phase == TilePhase::kNone) continue;
       std::vector<int32_t>& left = second ? linear2_left_ : linear1_left_;
-      if (!second) operands_.wrote(tile.block);
+      if (!second) operands_.wrote(tile.block, 1.0 * tile.rows * plan_.block_n);
       if (--left[tile.block] == 0) {
         wake(second ? 2 : 1, tile.block);
         if (!second) arrivals();

@@ -15,20 +15,7 @@ from xstage_ext.model import BurstGap
 from xstage_ext.planner.choose import choose
 from xstage_ext.planner.problem import MoEProblem
 
-MOE = [
-    "--hidden",
-    "2048",
-    "--intermediate",
-    "768",
-    "--experts",
-    "32",
-    "--topk",
-    "4",
-    "--tokens",
-    "2048",
-    "--world",
-    "2",
-]
+MOE = ["2048x768x32x4", "--tokens", "2048", "--world", "2"]
 PROFILE = machine.load("h200x2")
 
 
@@ -76,7 +63,7 @@ def test_plan_report_states_the_law():
 
 
 def test_plan_attention():
-    shape = ["--heads", "16", "--head-dim", "128", "--sequence", "4096", "--world", "2"]
+    shape = ["16/4", "--head-dim", "128", "--sequence", "4096", "--world", "2"]
     assert "Predicted us" in run("plan", "attention", *shape)
     decision = json.loads(run("plan", "attention", *shape, "--json"))
     assert decision["action"] in ("piggyback", "serial")
@@ -93,7 +80,7 @@ def test_explain_prints_the_law():
 
 
 def test_simulate_lists_every_schedule_and_store():
-    rows = json.loads(run("simulate", *MOE, "--law", "zipf", "--json"))["predicted"]
+    rows = json.loads(run("simulate", *MOE, "--routing", "zipf:0.8", "--json"))["predicted"]
     assert {(row["schedule"], row["store"]) for row in rows} == {
         (a, b) for a in ("wave", "interleaved") for b in ("st", "bulk", "paced")
     }
@@ -107,7 +94,7 @@ def test_info_names_versions_and_profiles():
 
 
 def test_errors_are_one_line():
-    bad = [*MOE, "--experts", "33"]
+    bad = ["2048x768x33x4", "--tokens", "64", "--world", "2"]
     command = [sys.executable, "-m", "xstage_ext.cli", "plan", "moe", *bad]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 1

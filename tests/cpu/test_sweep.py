@@ -96,7 +96,7 @@ def test_quick_run_resumes_merges_and_reports(benchmarks, tmp_path):
     assert len(found) == 6
     assert all(sweep_84.is_complete(arms, measured=False) for arms in found.values())
 
-    result = runner.invoke(app, ["--quick", "--predict", "--merge"])
+    result = runner.invoke(app, ["--quick", "--predict", "--part", "merge"])
     assert result.exit_code == 0, result.output
     assert (tmp_path / "sweep_84_quick_predicted.png").stat().st_size > 10_000
     assert "12 configurations, predicted, not measured" in "".join(
