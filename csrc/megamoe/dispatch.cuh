@@ -16,22 +16,20 @@
 #include "common/channel.cuh"
 #include "params.h"
 #include "pipeline.cuh"
+#include "trace.cuh"
 
 namespace xstage {
 
-// The expert of choice i, or -1 for one to skip. Ids that are neither -1 nor an expert are noted.
-__device__ __forceinline__ int32_t expert_of(MegaMoeParams const& params, CallState const& call,
-                                             int64_t i) {
-  int64_t const id = params.idx_is_64 ? static_cast<int64_t const*>(params.topk_idx)[i]
-                                      : static_cast<int32_t const*>(params.topk_idx)[i];
-  if (id >= 0 && id < params.plan.num_experts) return static_cast<int32_t>(id);
-  if (id != -1) {
-    WaitSite const site{Phase::kDispatchCounts, -1, call.epoch,
-                        static_cast<uint64_t>(params.plan.num_experts)};
-    record_fault(params.workspace, kMaskedRecord, site, FaultKind::kBadExpert,
-                 static_cast<uint64_t>(id), 0);
-  }
-  return -1;
+// The id of choice i as given.
+__device__ __forceinline__ int64_t expert_id(MegaMoeParams const& params, int64_t i) {
+  return params.idx_is_64 ? static_cast<int64_t const*>(params.topk_idx)[i]
+                          : static_cast<int32_t const*>(params.topk_idx)[i];
+}
+
+// The expert of choice i, or -1 for one to skip.
+__device__ __forceinline__ int32_t expert_of(MegaMoeParams const& params, int64_t i) {
+  int64_t const id = expert_id(params, i);
+  return id >= 0 && id < params.plan.num_experts ? static_cast<int32_t>(id) : -1;
 }
 
 // Zeroes the counters that the next call will use; the call before this one, which used them, is
@@ -104,7 +102,7 @@ __device__ __forceinline__ void list_routes(MegaMoeParams const& params, CallSta
   }
   __syncthreads();
   for (int64_t i = begin + threadIdx.x; i < end; i += blockDim.x) {
-    int32_t const expert = expert_of(params, call, i);
+    int32_t const expert = expert_of(params, i);
     if (expert < 0) continue;
     uint32_t const position = atomicAdd(&shared.routing.positions[expert], 1u);
     params.view(expert / per_rank)
@@ -168,9 +166,20 @@ __device__ __forceinline__ bool dispatch_prologue(MegaMoeParams const& params,
   int64_t const end = min_of(begin + share, choices);
   for (int e = threadIdx.x; e < plan.num_experts; e += blockDim.x) shared.routing.counts[e] = 0;
   __syncthreads();
+  int64_t bad_id = -1;
   for (int64_t i = begin + threadIdx.x; i < end; i += blockDim.x) {
-    int32_t const expert = expert_of(params, call, i);
-    if (expert >= 0) atomicAdd(&shared.routing.counts[expert], 1u);
+    int64_t const id = expert_id(params, i);
+    if (id >= 0 && id < plan.num_experts) {
+      atomicAdd(&shared.routing.counts[id], 1u);
+    } else if (id != -1) {
+      bad_id = id;
+    }
+  }
+  if (bad_id >= 0 || bad_id < -1) {  // masked, and reported at the next call
+    WaitSite const site{Phase::kDispatchCounts, -1, call.epoch,
+                        static_cast<uint64_t>(plan.num_experts)};
+    record_fault(workspace, kMaskedRecord, site, FaultKind::kBadExpert,
+                 static_cast<uint64_t>(bad_id), 0);
   }
   __syncthreads();
   uint32_t* const send_counts = own.counter(params.layout, call.bank, MegaMoeCounter::kSendCounts);
@@ -237,6 +246,7 @@ __device__ __forceinline__ void copy_row(char const* from, char* to, int32_t byt
 }
 
 // Warps 1 to 3: row w, w + W, ... of all rows that this rank received, in block order.
+template <bool kTrace>
 __device__ __forceinline__ void pull_rows(MegaMoeParams const& params, CallState const& call,
                                           MegaMoeShared const& shared) {
   using Traits = MegaMoeTraits;
@@ -250,6 +260,8 @@ __device__ __forceinline__ void pull_rows(MegaMoeParams const& params, CallState
   int const lane = threadIdx.x % 32;
   int32_t const per_rank = plan.experts_per_rank();
   int32_t const row_bytes = 2 * plan.hidden;
+  Tracer<kTrace> tracer({params.trace, params.trace_records}, blockIdx.x, TraceTrack::kPull,
+                        threadIdx.x == 32);
 
   // Lane s < world follows source s: its rows for the current expert and for all earlier ones.
   uint32_t const* const counts =
@@ -269,6 +281,7 @@ __device__ __forceinline__ void pull_rows(MegaMoeParams const& params, CallState
       source_rows = counts && expert < per_rank ? __ldcg(counts + expert) : 0;
     }
     if (expert == per_rank) return;
+    uint64_t const start_ns = Tracer<kTrace>::now();
     int32_t const row = i - rows_before;
     int32_t const block = blocks_before + row / Traits::kBlockM;
     RowSource const from = row_source(plan.world, (rank + 1) % plan.world, row, [&](int32_t s) {
@@ -300,6 +313,7 @@ __device__ __forceinline__ void pull_rows(MegaMoeParams const& params, CallState
     fence_proxy_async();
     __syncwarp();
     if (lane == 0) red_add_release_gpu(arrived + block, 1);
+    tracer.add(TraceKind::kPull, int64_t{block} << 24 | in_block, start_ns, 0, 0, 0);
   }
 }
 

@@ -9,9 +9,10 @@
 namespace xstage {
 
 __device__ __forceinline__ float swiglu(float gate, float up, float clamp) {
-  gate = fminf(gate, clamp);
-  up = fminf(fmaxf(up, -clamp), clamp);
-  return gate / (1.0f + __expf(-gate)) * up;
+  // Comparisons, not fminf: a NaN must come out as a NaN.
+  gate = gate > clamp ? clamp : gate;
+  up = up > clamp ? clamp : (up < -clamp ? -clamp : up);
+  return __fdividef(gate, 1.0f + __expf(-gate)) * up;
 }
 
 // acc: this thread's part of 64 x 256; element 4 * j + 2 * h + c is column 8 * j + 2 * (lane % 4) + c

@@ -55,6 +55,11 @@ __device__ __forceinline__ void store_linear2(MegaMoeParams const& params, CallS
       own.counter(params.layout, call.bank, MegaMoeCounter::kLinear2Done) + work.block, false);
   if (first_row >= work.rows) return;
 
+  if (plan.combine == kCombineEarly) {
+    outbox.stored =
+        own.counter(params.layout, call.bank, MegaMoeCounter::kExpertStored) + work.expert;
+    outbox.stored_rows = min_of(Traits::kWarpRows, work.rows - first_row);
+  }
   outbox.destination = scatter_address(params, work, first_row);
   outbox.bytes =
       2 * min_of<int32_t>(Traits::kBlockN, plan.hidden - work.n * Traits::kBlockN);

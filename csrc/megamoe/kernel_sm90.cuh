@@ -7,9 +7,9 @@
 //
 // Roles           warps   registers  file
 //   prologue      all     168        dispatch.cuh: count, list, tell owners
-//   load          0       88         mainloop.cuh: one thread; tiles, waits, TMA
-//   pull          1-3     88         dispatch.cuh: rows of x into the x ring
-//   math          4-11    208        mainloop.cuh, epilogue_l1.cuh, epilogue_l2.cuh, combine.cuh
+//   load          0       104        mainloop.cuh: one thread; tiles, waits, TMA
+//   pull          1-3     104        dispatch.cuh: rows of x into the x ring
+//   math          4-11    200        mainloop.cuh, epilogue_l1.cuh, epilogue_l2.cuh, combine.cuh
 //
 // Shared memory, bytes
 //   stages        4 x 49152  A 128 x 64, B 256 x 64, both swizzled; first used to count routes
@@ -20,13 +20,16 @@
 //   full[4]       1 arrival + 49152 bytes      loader -> math warps
 //   empty[4]      16 arrivals (both CTAs)      math warps -> both loaders
 //   kMath         256 threads                  before the combine
-//   kTilesDone    384 threads                  all stores of the block are complete
+//   kTilesDone    288 threads (not the pull)   all stores of the block are complete
+//   kCombined     352 threads (not the loader) nobody writes y any more
 //
 // Global protocol (layout.h has the regions and why two banks suffice): writer, order -> reader
 //   kArrived      pull, red.release.gpu after a proxy fence -> loader, acquire + proxy fence
 //   kLinear1Done  math warps, red.release.gpu after bulk_wait<0> -> loader (operands of Linear-2),
 //                 pull (x ring slot free)
 //   kLinear2Done  math warps, red.release.gpu -> loader (h ring slot free)
+//   kExpertStored math warps, red.release.gpu after bulk_wait<0> -> one pull warp per expert, which
+//                 stores kExpertDone of every source (release.sys) -> pull warps of the sources
 //   from[rank]    last block of a rank, release.sys -> every block of every rank, then combine
 // Requires: all CTAs co-resident (cooperative launch); pairs of CTAs in a cluster; plan fields
 //           block_m, block_n, cluster_size as in traits_sm90.h (checked in launch.cu).
@@ -40,7 +43,11 @@
 
 namespace xstage {
 
+constexpr int kTilesThreads = 32 + 32 * MegaMoeTraits::kMathWarps;
+constexpr int kCombineThreads = 32 * (MegaMoeTraits::kDispatchWarps + MegaMoeTraits::kMathWarps);
+
 // Math warps: all tiles of this CTA.
+template <bool kTrace>
 __device__ __forceinline__ void compute_tiles(MegaMoeParams const& params, CallState const& call,
                                               MegaMoeShared& shared) {
   using namespace cute;
@@ -52,8 +59,14 @@ __device__ __forceinline__ void compute_tiles(MegaMoeParams const& params, CallS
   outbox.init(shared.staging[threadIdx.x / 32 - 4]);
   PipelineState pipe;
   bool alive = true;
+  int const group = threadIdx.x / 128 - 1;
+  Tracer<kTrace> tracer({params.trace, params.trace_records}, blockIdx.x,
+                        group == 0 ? TraceTrack::kMath0 : TraceTrack::kMath1,
+                        threadIdx.x % 128 == 0);
   for (int turn = 0;; ++turn) {
-    wait_full(params, shared, pipe, outbox, alive);
+    int64_t waited = 0;
+    wait_full<kTrace>(params, shared, pipe, outbox, alive, waited);
+    uint64_t const start_ns = Tracer<kTrace>::now();
     alive = warpgroup_all(alive);  // the four warps of a matrix instruction leave together
     TileWork const& entry = shared.tiles[turn % Traits::kTileQueue];
     // From one lane, so that the branches around matrix instructions are uniform.
@@ -63,15 +76,20 @@ __device__ __forceinline__ void compute_tiles(MegaMoeParams const& params, CallS
     work.block = uniform(entry.block);
     work.rows = uniform(entry.rows);
     work.n = uniform(entry.n);
+    work.expert = uniform(entry.expert);
     if (work.num_k == 0) break;
-    int32_t const first_row = uniform(threadIdx.x / 128 - 1) * 64;
+    int32_t const first_row = uniform(group) * 64;
+    int64_t waited_k = 0;
     if (work.phase != TilePhase::kNone && first_row < work.rows) {
-      multiply_tile(params, shared, pipe, work.num_k, mma, acc, outbox, alive);
+      multiply_tile<kTrace>(params, shared, pipe, work.num_k, mma, acc, outbox, alive, waited_k);
     } else {
-      skip_tile(params, shared, pipe, work.num_k, outbox, alive);
+      skip_tile<kTrace>(params, shared, pipe, work.num_k, outbox, alive, waited_k);
     }
+    int64_t const epilogue = Tracer<kTrace>::cycles();
     if (work.phase == TilePhase::kLinear1) store_linear1(params, call, work, acc, outbox);
     if (work.phase == TilePhase::kLinear2) store_linear2(params, call, work, acc, outbox);
+    tracer.add(TraceKind::kTile, trace_tile(work), start_ns, waited, waited_k,
+               Tracer<kTrace>::cycles() - epilogue);
   }
   outbox.drain();
   bulk_wait<0>();
@@ -79,18 +97,31 @@ __device__ __forceinline__ void compute_tiles(MegaMoeParams const& params, CallS
 }
 
 // The end of a call for the math warps: wait for all ranks, add up.
+template <bool kTrace>
 __device__ __forceinline__ void finish_tokens(MegaMoeParams const& params, CallState const& call,
-                                              MegaMoeShared& shared) {
+                                              MegaMoeShared& shared, uint64_t start_ns,
+                                              uint64_t tiles_ns) {
   constexpr int kMathThreads = MegaMoeTraits::kMathWarps * 32;
   int const thread = threadIdx.x - 128;
+  Tracer<kTrace> tracer({params.trace, params.trace_records}, blockIdx.x, TraceTrack::kPhases,
+                        thread == 0);
+  uint64_t const tail_ns = Tracer<kTrace>::now();
   if (thread < 32) {
     bool const ok = wait_for_ranks(params.workspace, call.epoch, Phase::kCombineArrival);
     if (thread == 0) shared.ok = ok;
   }
   named_barrier_sync(NamedBarrier::kMath, kMathThreads);
-  if (shared.ok) {
+  tracer.add(TraceKind::kPrologue, 0, start_ns, 0, 0, tiles_ns - start_ns);
+  tracer.add(TraceKind::kTail, 0, tail_ns, 0, 0, 0);
+  uint64_t const combine_ns = Tracer<kTrace>::now();
+  bool const ok = shared.ok;
+  if (ok) {
     combine_tokens(params, call);
-  } else {
+    tracer.add(TraceKind::kCombine, 0, combine_ns, 0, 0, 0);
+  }
+  // Nobody writes y any more when it is poisoned.
+  named_barrier_sync(NamedBarrier::kCombined, kCombineThreads);
+  if (!ok) {
     int64_t const bytes = int64_t{2} * params.rows * params.plan.hidden;
     poison(params.y, bytes, call.block * kMathThreads + thread, call.num_blocks * kMathThreads);
   }
@@ -102,12 +133,14 @@ __device__ __forceinline__ int32_t tokens_of(MegaMoeParams const& params) {
   return max_of(0, min_of(*params.num_tokens, params.rows));
 }
 
+template <bool kTrace>
 __global__ void __cluster_dims__(MegaMoeTraits::kCluster, 1, 1)
     __launch_bounds__(MegaMoeTraits::kThreads, 1)
         megamoe_sm90(__grid_constant__ MegaMoeLaunch const launch) {
   using Traits = MegaMoeTraits;
   extern __shared__ __align__(1024) char memory[];
   MegaMoeShared& shared = *reinterpret_cast<MegaMoeShared*>(memory);
+  uint64_t const start_ns = Tracer<kTrace>::now();
   int const num_blocks = launch.ranks[0].plan.num_sms;
   int const virtual_rank = blockIdx.x / num_blocks;
   MegaMoeParams const& params = launch.ranks[virtual_rank];
@@ -126,19 +159,26 @@ __global__ void __cluster_dims__(MegaMoeTraits::kCluster, 1, 1)
   CallState const call{shared.epoch, static_cast<int32_t>(shared.epoch & 1), tokens_of(params),
                        static_cast<int32_t>(blockIdx.x) - virtual_rank * num_blocks, num_blocks};
   bool const ok = dispatch_prologue(params, call, shared);
+  uint64_t const tiles_ns = Tracer<kTrace>::now();
 
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Traits::kDataRegisters));
     if (ok && threadIdx.x == 0) load_tiles(params, call, shared);
-    if (ok && threadIdx.x >= 32) pull_rows(params, call, shared);
-    __syncwarp();
-    named_barrier_sync(NamedBarrier::kTilesDone, Traits::kThreads);
-    if (threadIdx.x == 0) arrive_and_publish(params.workspace, call.epoch, num_blocks);
+    if (threadIdx.x < 32) {
+      __syncwarp();
+      named_barrier_sync(NamedBarrier::kTilesDone, kTilesThreads);
+      if (threadIdx.x == 0) arrive_and_publish(params.workspace, call.epoch, num_blocks);
+    } else {
+      if (ok) pull_rows<kTrace>(params, call, shared);
+      if (ok && params.plan.combine == kCombineEarly) combine_early(params, call, shared);
+      __syncwarp();
+      named_barrier_arrive(NamedBarrier::kCombined, kCombineThreads);
+    }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Traits::kMathRegisters));
-    if (ok) compute_tiles(params, call, shared);
-    named_barrier_sync(NamedBarrier::kTilesDone, Traits::kThreads);
-    finish_tokens(params, call, shared);
+    if (ok) compute_tiles<kTrace>(params, call, shared);
+    named_barrier_sync(NamedBarrier::kTilesDone, kTilesThreads);
+    finish_tokens<kTrace>(params, call, shared, start_ns, tiles_ns);
   }
   // A CTA stays until its partner no longer multicasts to it or arrives at its barriers.
   cute::cluster_arrive();

@@ -40,6 +40,7 @@ CUtensorMap w2_map(MegaMoePlan const& plan, void const* w2) {
 }
 
 // Raises the shared-memory limit, once per device; returns how many CTAs can be resident.
+template <bool kTrace>
 int resident_blocks() {
   constexpr int kMaxDevices = 64;
   static int resident[kMaxDevices] = {};
@@ -48,15 +49,39 @@ int resident_blocks() {
   XS_CHECK(device < kMaxDevices, "xstage.megamoe: device ", device, ": expected below ",
            kMaxDevices);
   if (resident[device] != 0) return resident[device];
-  XS_CUDA(cudaFuncSetAttribute(megamoe_sm90, cudaFuncAttributeMaxDynamicSharedMemorySize,
+  XS_CUDA(cudaFuncSetAttribute(megamoe_sm90<kTrace>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(sizeof(MegaMoeShared))));
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(Traits::kCluster);
   config.blockDim = dim3(Traits::kThreads);
   config.dynamicSmemBytes = sizeof(MegaMoeShared);
   int clusters = 0;
-  XS_CUDA(cudaOccupancyMaxActiveClusters(&clusters, megamoe_sm90, &config));
+  XS_CUDA(cudaOccupancyMaxActiveClusters(&clusters, megamoe_sm90<kTrace>, &config));
   return resident[device] = clusters * Traits::kCluster;
+}
+
+template <bool kTrace>
+void launch_as(std::vector<MegaMoeParams> const& ranks, cudaStream_t stream) {
+  size_t const num_ranks = ranks.size();
+  int const blocks = ranks[0].plan.num_sms * static_cast<int>(num_ranks);
+  int const resident = resident_blocks<kTrace>();
+  XS_CHECK(blocks <= resident, "xstage.megamoe: plan: num_sms: ", blocks, " CTAs for ", num_ranks,
+           " ranks in one launch, but this device holds ", resident, "; lower num_sms");
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeCooperative;
+  attribute.val.cooperative = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(Traits::kThreads);
+  config.dynamicSmemBytes = sizeof(MegaMoeShared);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  // Entries behind the last rank are never read.
+  auto const rank = [&](size_t r) { return ranks[min_of(r, num_ranks - 1)]; };
+  MegaMoeLaunch const launch{
+      {rank(0), rank(1), rank(2), rank(3), rank(4), rank(5), rank(6), rank(7)}};
+  XS_CUDA(cudaLaunchKernelEx(&config, megamoe_sm90<kTrace>, launch));
 }
 
 }  // namespace
@@ -68,9 +93,6 @@ void check_megamoe_instance(MegaMoePlan const& plan) {
            megamoe_instances(), "got ", plan.block_m, ' ', plan.block_n, ' ', plan.cluster_size);
   XS_CHECK(plan.num_experts <= Traits::kMaxExperts, "xstage.megamoe: plan: num_experts: at most ",
            Traits::kMaxExperts, ", got ", plan.num_experts);
-  XS_CHECK(plan.combine == kCombineAtEnd,
-           "xstage.megamoe: plan: combine: this kernel combines at the end (0), got ",
-           plan.combine);
 }
 
 std::string megamoe_instances() {
@@ -93,26 +115,7 @@ void encode_megamoe_maps(MegaMoeParams& params, void const* w13, void const* w2)
 }
 
 void launch_megamoe(std::vector<MegaMoeParams> const& ranks, cudaStream_t stream) {
-  size_t const num_ranks = ranks.size();
-  int const blocks = ranks[0].plan.num_sms * static_cast<int>(num_ranks);
-  int const resident = resident_blocks();
-  XS_CHECK(blocks <= resident, "xstage.megamoe: plan: num_sms: ", blocks, " CTAs for ", num_ranks,
-           " ranks in one launch, but this device holds ", resident, "; lower num_sms");
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeCooperative;
-  attribute.val.cooperative = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks);
-  config.blockDim = dim3(Traits::kThreads);
-  config.dynamicSmemBytes = sizeof(MegaMoeShared);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  // Entries behind the last rank are never read.
-  auto const rank = [&](size_t r) { return ranks[min_of(r, num_ranks - 1)]; };
-  MegaMoeLaunch const launch{
-      {rank(0), rank(1), rank(2), rank(3), rank(4), rank(5), rank(6), rank(7)}};
-  XS_CUDA(cudaLaunchKernelEx(&config, megamoe_sm90, launch));
+  ranks[0].trace != nullptr ? launch_as<true>(ranks, stream) : launch_as<false>(ranks, stream);
 }
 
 }  // namespace xstage

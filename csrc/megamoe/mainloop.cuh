@@ -20,6 +20,7 @@
 #include "outbox.cuh"
 #include "params.h"
 #include "pipeline.cuh"
+#include "trace.cuh"
 
 namespace xstage {
 
@@ -57,9 +58,9 @@ struct TileLoads {
   CUtensorMap const* a;
   CUtensorMap const* b;
   int32_t a_row;
-  int32_t b_row[2];   // of the two halves of the weight tile
-  int32_t b_half[2];  // Linear-1: gate or up
+  int32_t b_row;
   int32_t expert;
+  int32_t up_first;  // Linear-1: 1 when the ups come before the gates in w13
   bool linear1;
   TileShare share;
 
@@ -71,31 +72,27 @@ struct TileLoads {
     expert = tile.expert;
     a = linear1 ? &params.x_ring : &params.h_ring;
     b = linear1 ? &params.w13 : &params.w2;
-    int32_t const ring = linear1 ? plan.x_ring_blocks : plan.h_ring_blocks;
-    a_row = tile.block % ring * Traits::kBlockM;
-    int32_t const first = plan.weight_layout == kUpGate ? 1 : 0;  // which half of w13 is the gate
-    for (int h = 0; h < 2; ++h) {
-      b_row[h] = tile.n * (linear1 ? 128 : 256) + (linear1 ? 0 : h * 128);
-      b_half[h] = first ^ h;
-    }
+    a_row = tile.block % (linear1 ? plan.x_ring_blocks : plan.h_ring_blocks) * Traits::kBlockM;
+    b_row = tile.n * (linear1 ? Traits::kBlockN / 2 : Traits::kBlockN);
+    up_first = plan.weight_layout == kUpGate ? 1 : 0;
   }
 
-  // 128 rows of the weight tile; `mask` 0: only into this CTA.
+  // 128 rows of the weight tile: gates or ups, or half of 256 rows. `mask` 0: only into this CTA.
   __device__ __forceinline__ void load_b(MegaMoeShared::Stage& stage, uint64_t* barrier, int k,
                                          int half, uint16_t mask) const {
     using namespace cute;
     void* const to = stage.b + half * 128 * MegaMoeTraits::kBlockK;
     uint64_t const hint = static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL);
     int32_t const col = k * MegaMoeTraits::kBlockK;
+    int32_t const gate_or_up = half ^ up_first;
     if (linear1 && mask) {
-      SM90_TMA_LOAD_MULTICAST_4D::copy(b, barrier, mask, hint, to, col, b_row[half], b_half[half],
-                                       expert);
+      SM90_TMA_LOAD_MULTICAST_4D::copy(b, barrier, mask, hint, to, col, b_row, gate_or_up, expert);
     } else if (linear1) {
-      SM90_TMA_LOAD_4D::copy(b, barrier, hint, to, col, b_row[half], b_half[half], expert);
+      SM90_TMA_LOAD_4D::copy(b, barrier, hint, to, col, b_row, gate_or_up, expert);
     } else if (mask) {
-      SM90_TMA_LOAD_MULTICAST_3D::copy(b, barrier, mask, hint, to, col, b_row[half], expert);
+      SM90_TMA_LOAD_MULTICAST_3D::copy(b, barrier, mask, hint, to, col, b_row + half * 128, expert);
     } else {
-      SM90_TMA_LOAD_3D::copy(b, barrier, hint, to, col, b_row[half], expert);
+      SM90_TMA_LOAD_3D::copy(b, barrier, hint, to, col, b_row + half * 128, expert);
     }
   }
   // 64 rows of the token tile.
@@ -142,16 +139,17 @@ __device__ __forceinline__ void load_tiles(MegaMoeParams const& params, CallStat
   int32_t const worker = call.block / Traits::kCluster;
   for (int32_t turn = 0;; ++turn) {
     bool const more = cursor.seek(dealt_tile(plan, turn, worker));
-    TileWork work{TilePhase::kNone, 0, 0, 0, 0, {}};
+    TileWork work{TilePhase::kNone, 0, 0, 0, 0, 0, {}};
     Tile tile{};
     if (more) {
       tile = cursor.tile(cta);
       // CTA 0 always has a tile; a partner without one takes as many steps.
       bool const linear1 = cursor.tile(0).phase == TilePhase::kLinear1;
       work = TileWork{tile.phase, (linear1 ? plan.hidden : plan.intermediate) / Traits::kBlockK,
-                      tile.block, tile.rows, tile.n, {}};
+                      tile.block, tile.rows, tile.n, tile.expert, {}};
       if (!wait_for_operands(params, call, tile)) return;
     }
+    TileLoads const loads(params, tile);
     for (int k = 0; k < max_of(work.num_k, 1); ++k, pipe.advance()) {
       uint64_t* const full = &shared.full[pipe.stage];
       if (!mbarrier_wait(&shared.empty[pipe.stage], pipe.phase ^ 1, params.workspace)) return;
@@ -160,7 +158,7 @@ __device__ __forceinline__ void load_tiles(MegaMoeParams const& params, CallStat
         mbarrier_arrive(full);
       } else {
         mbarrier_arrive_expect(full, sizeof(MegaMoeShared::Stage));
-        TileLoads(params, tile).issue(shared.stages[pipe.stage], full, k, cta);
+        loads.issue(shared.stages[pipe.stage], full, k, cta);
       }
     }
     if (!more) return;
@@ -169,15 +167,19 @@ __device__ __forceinline__ void load_tiles(MegaMoeParams const& params, CallStat
 
 // Waits for a filled stage. When the call is aborted `alive` turns false and stages count as filled:
 // the math warps then run through, without branches around their matrix instructions.
+template <bool kTrace>
 __device__ __forceinline__ void wait_full(MegaMoeParams const& params, MegaMoeShared& shared,
-                                          PipelineState const& pipe, Outbox& outbox, bool& alive) {
+                                          PipelineState const& pipe, Outbox& outbox, bool& alive,
+                                          int64_t& waited) {
   if (mbarrier_try_wait(&shared.full[pipe.stage], pipe.phase)) return;
+  waited -= Tracer<kTrace>::cycles();
   // Never block while others may wait for what this warp has finished.
   outbox.publish();
   for (uint32_t polls = 1; alive && !mbarrier_try_wait(&shared.full[pipe.stage], pipe.phase);
        ++polls) {
     if (polls % 64 == 0) alive = !aborted(params.workspace);
   }
+  waited += Tracer<kTrace>::cycles();
 }
 
 // Tells both loaders of the cluster that this warp has read a stage.
@@ -187,10 +189,10 @@ __device__ __forceinline__ void release_stage(MegaMoeShared& shared, int stage) 
 }
 
 // acc = A * B^T over num_k stages; stage 0 is filled already.
-template <class Mma, class Acc>
+template <bool kTrace, class Mma, class Acc>
 __device__ __forceinline__ void multiply_tile(MegaMoeParams const& params, MegaMoeShared& shared,
                                               PipelineState& pipe, int num_k, Mma& mma, Acc& acc,
-                                              Outbox& outbox, bool& alive) {
+                                              Outbox& outbox, bool& alive, int64_t& waited) {
   using namespace cute;
   using Traits = MegaMoeTraits;
   using Element = cutlass::bfloat16_t;
@@ -203,7 +205,7 @@ __device__ __forceinline__ void multiply_tile(MegaMoeParams const& params, MegaM
   int previous = 0;
   mma.accumulate_ = GMMA::ScaleOut::Zero;
   for (int k = 0; k < num_k; ++k, pipe.advance()) {
-    if (k > 0) wait_full(params, shared, pipe, outbox, alive);
+    if (k > 0) wait_full<kTrace>(params, shared, pipe, outbox, alive, waited);
     MegaMoeShared::Stage& stage = shared.stages[pipe.stage];
     Tensor sA = make_tensor(make_smem_ptr(stage.a + group * 64 * Traits::kBlockK),
                             layout_a);                          // (WG_M,BLK_K)
@@ -228,11 +230,12 @@ __device__ __forceinline__ void multiply_tile(MegaMoeParams const& params, MegaM
 }
 
 // Keeps step with the partner, or with the other warpgroup, where this one has no rows.
+template <bool kTrace>
 __device__ __forceinline__ void skip_tile(MegaMoeParams const& params, MegaMoeShared& shared,
                                           PipelineState& pipe, int num_k, Outbox& outbox,
-                                          bool& alive) {
+                                          bool& alive, int64_t& waited) {
   for (int k = 0; k < num_k; ++k, pipe.advance()) {
-    if (k > 0) wait_full(params, shared, pipe, outbox, alive);
+    if (k > 0) wait_full<kTrace>(params, shared, pipe, outbox, alive, waited);
     release_stage(shared, pipe.stage);
     outbox.step(params.plan);
   }

@@ -2,9 +2,11 @@
 #include <cmath>
 #include <limits>
 #include <optional>
+#include <tuple>
 
 #include "common/torch_glue.h"
 #include "launch.h"
+#include "trace_format.h"
 
 namespace xstage {
 namespace {
@@ -143,12 +145,33 @@ std::vector<Tensor> megamoe_virtual(std::vector<Tensor> x, std::vector<Tensor> t
   return y;
 }
 
+std::tuple<Tensor, Tensor> megamoe_traced(Tensor x, Tensor topk_idx, Tensor topk_weights,
+                                          Tensor w13, Tensor w2, std::vector<int64_t> plan_words,
+                                          std::vector<int64_t> workspace, int64_t records) {
+  XS_CHECK(records >= 1 && records <= (1 << 20), "xstage.megamoe_traced: records: expected 1 to ",
+           1 << 20, ", got ", records);
+  DeviceGuard const guard(x.get_device_index());
+  MegaMoePlan const plan = read_megamoe_plan(plan_words);
+  check_megamoe_instance(plan);
+  Tensor y = torch::stable::empty_like(x);
+  std::vector<int64_t> const shape{plan.num_sms, kTraceTracks, records, kTraceWords};
+  Tensor buffer = torch::stable::new_empty(x, shape, ScalarType::Long);
+  Tensor trace = torch::stable::zero_(buffer);
+  MegaMoeParams params = rank_params(plan, read_workspace(workspace),
+                                     {x, topk_idx, topk_weights, w13, w2}, y, {std::nullopt, 1.0});
+  params.trace = static_cast<int64_t*>(trace.mutable_data_ptr());
+  params.trace_records = static_cast<int32_t>(records);
+  launch_megamoe({params}, current_stream(x));
+  return {y, trace};
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(xstage, CUDA, m) {
   m.impl("megamoe", TORCH_BOX(&megamoe));
   m.impl("megamoe_out", TORCH_BOX(&megamoe_out));
   m.impl("megamoe_virtual", TORCH_BOX(&megamoe_virtual));
+  m.impl("megamoe_traced", TORCH_BOX(&megamoe_traced));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(xstage, CompositeExplicitAutograd, m) {

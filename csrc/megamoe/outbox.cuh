@@ -40,6 +40,8 @@ struct Outbox {
   uint32_t* announcement;   // counter to raise; null: none
   int announce_steps;       // steps before that
   bool announce_stores;     // only when this warp's bulk stores are complete
+  uint32_t* stored;         // early combine: counter of complete rows to raise; null: none
+  uint32_t stored_rows;
 
   __device__ __forceinline__ void init(char* warp_staging) {
     staging = warp_staging;
@@ -49,6 +51,8 @@ struct Outbox {
     bytes = 0;
     wait_steps = announce_steps = 0;
     announce_stores = false;
+    stored = nullptr;
+    stored_rows = 0;
   }
 
   // Address for stmatrix: lane l gives row l % 8 of matrix l / 8.
@@ -106,14 +110,14 @@ struct Outbox {
   }
 
   // Raises the pending counter, after this warp's stores where it stands for them.
-  __device__ __forceinline__ void publish() {
+  __device__ __forceinline__ void publish(uint32_t amount = 1) {
     if (announcement == nullptr) return;
     if (announce_stores) {
       bulk_wait<0>();
       fence_proxy_async();
     }
     __syncwarp();
-    if (threadIdx.x % 32 == 0) red_add_release_gpu(announcement, 1);
+    if (threadIdx.x % 32 == 0) red_add_release_gpu(announcement, amount);
     announcement = nullptr;
   }
 
@@ -131,6 +135,11 @@ struct Outbox {
       issue_rows(kHalf);
     }
     publish();
+    if (stored != nullptr) {
+      announce_later(stored, true);
+      publish(stored_rows);
+      stored = nullptr;
+    }
   }
 };
 

@@ -33,6 +33,8 @@ struct MegaMoeParams {
   int64_t* expert_load;        // [local experts], += rows received; or null
   float clamp;                 // gate at most clamp, up within +-clamp; infinity: no clamp
   float routed_scale;
+  int64_t* trace;              // trace build only: see trace.cuh; or null
+  int32_t trace_records;       // per CTA and track
   int32_t rows;                // of x and y
   bool idx_is_64;
 

@@ -63,6 +63,10 @@ __device__ __forceinline__ void named_barrier_sync(NamedBarrier barrier, int thr
   asm volatile("bar.sync %0, %1;" ::"r"(static_cast<int>(barrier)), "r"(threads) : "memory");
 }
 
+__device__ __forceinline__ void named_barrier_arrive(NamedBarrier barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(static_cast<int>(barrier)), "r"(threads) : "memory");
+}
+
 // True when `value` holds in all threads of this math warpgroup.
 __device__ __forceinline__ bool warpgroup_all(bool value) {
   uint32_t all;
@@ -106,7 +110,8 @@ struct TileWork {
   int32_t block;
   int32_t rows;
   int32_t n;
-  int32_t pad[3];
+  int32_t expert;
+  int32_t pad[2];
 };
 
 struct MegaMoeShared {

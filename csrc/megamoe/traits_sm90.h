@@ -15,8 +15,8 @@ struct MegaMoeTraits {
   static constexpr int kMathWarps = 8;
   static constexpr int kDispatchWarps = 3;  // warps 1 to 3; warp 0 loads
   static constexpr int kThreads = 384;
-  static constexpr int kDataRegisters = 88;   // warps 0 to 3
-  static constexpr int kMathRegisters = 208;  // 128 accumulators, 32 for the held half tile
+  static constexpr int kDataRegisters = 104;  // warps 0 to 3
+  static constexpr int kMathRegisters = 200;  // 128 accumulators, 32 for the held half tile
 
   // A math warp stages 8 rows of 512 bytes. 16 bytes of padding keep stmatrix free of conflicts;
   // a row stays in one piece, as a bulk copy needs it.
@@ -38,8 +38,8 @@ struct MegaMoeTraits {
   static_assert(kTileQueue >= kStages + 2, "an entry is read until its tile has left the stages");
 };
 
-// Named barriers; 0 is __syncthreads.
-enum class NamedBarrier : int { kMath = 1, kTilesDone = 2, kMathGroup = 3 };  // 3 and 4
+// Named barriers; 0 is __syncthreads. kMathGroup: one per math warpgroup, 3 and 4.
+enum class NamedBarrier : int { kMath = 1, kTilesDone = 2, kMathGroup = 3, kCombined = 5 };
 
 // Grid barriers of a call, indices into MegaMoeCounter::kGridBarriers.
 enum GridBarrier : int { kCountsAdded = 0, kRoutesStored = 1 };

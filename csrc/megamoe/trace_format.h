@@ -1,0 +1,26 @@
+// What the trace build records.
+//
+// trace[CTA][track][record] of kTraceWords int64: kind, tile (phase << 48 | block << 24 | n), start
+// and end in ns of globaltimer, then cycles: waiting for the tile's first stage, waiting for its
+// other stages, handing over the results, 0. A track is written by one thread; records that do not
+// fit are dropped.
+#pragma once
+
+#include <cstdint>
+
+namespace xstage {
+
+constexpr int kTraceTracks = 4;
+constexpr int kTraceWords = 8;
+
+enum class TraceTrack : int { kPhases = 0, kMath0 = 1, kMath1 = 2, kPull = 3 };
+enum class TraceKind : int64_t {
+  kNone = 0,
+  kTile = 1,      // math: first stage there .. results handed over
+  kPrologue = 2,  // start of the call .. counts of all sources known
+  kPull = 3,      // first .. last row of warp 1
+  kTail = 4,      // all tiles of this CTA done .. all ranks done
+  kCombine = 5,
+};
+
+}  // namespace xstage
