@@ -100,6 +100,12 @@ STABLE_TORCH_LIBRARY(xstage, m) {
       "Tensor[] w2, int[] plan, int[] workspaces, float? clamp=None, "
       "float routed_scaling_factor=1.0) -> Tensor[]");
 
+  // The trace build: y, and int64 [CTA, 4 tracks, records, 8 words] as csrc/megamoe/trace_format.h
+  // says.
+  m.def(
+      "megamoe_traced(Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor w13, Tensor w2, "
+      "int[] plan, int[] workspace, int records) -> (Tensor, Tensor)");
+
   // Facts about megamoe plans: bytes of a region, its map, the tiles in order (int32 [tiles, 9]),
   // who computes them (int32 [tiles, 2]), and where the rows of an expert come from (int32
   // [rows, 2]).
