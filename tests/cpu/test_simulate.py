@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from xstage_ext.model import BurstGap
 from xstage_ext.planner.megamoe import MegaMoePlan
 from xstage_ext.testing import make_routing
 
-PROFILE = machine.load("h200x2")
+PROFILE = machine.load(pathlib.Path(__file__).parent / "data" / "h200x2_probe.json")
 
 
 def plan_of(**fields):
