@@ -1,0 +1,152 @@
+"""megamoe between GPUs: `torchrun --nproc-per-node 2 -m pytest tests/dist/test_megamoe.py`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from xstage_ext import MegaMoE
+from xstage_ext.reference import moe_reference, moe_unfused
+from xstage_ext.testing import make_routing
+
+HIDDEN, INNER, TOPK = 512, 320, 4
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[tuple[int, int]]:
+    """(rank, world) of an NCCL WORLD, one GPU per rank."""
+    local = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(local)
+    mine = not dist.is_initialized()
+    if mine:
+        dist.init_process_group("nccl", device_id=torch.device("cuda", local))
+    yield dist.get_rank(), dist.get_world_size()
+    if mine:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+class Problem:
+    """Tensors of one rank, drawn alike on all ranks."""
+
+    def __init__(self, rank: int, world: int, tokens: list[int], experts: int) -> None:
+        generator = torch.Generator("cuda").manual_seed(5)
+        most = max(tokens)
+
+        def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+            values = torch.randn(*shape, generator=generator, device="cuda") * scale
+            return values.bfloat16()
+
+        routing = make_routing(world, most, experts, TOPK, law="zipf", seed=3)
+        x = normal(world, most, HIDDEN)
+        self.all_w13 = normal(experts, 2 * INNER, HIDDEN, scale=HIDDEN**-0.5)
+        self.all_w2 = normal(experts, HIDDEN, INNER, scale=INNER**-0.5)
+        mine = slice(0, tokens[rank])
+        self.x = x[rank, mine].contiguous()
+        self.ids = torch.from_numpy(routing.topk_idx[rank, mine]).cuda()
+        self.weights = torch.from_numpy(routing.topk_weights[rank, mine]).cuda()
+        local = slice(rank * experts // world, (rank + 1) * experts // world)
+        self.w13, self.w2 = self.all_w13[local].contiguous(), self.all_w2[local].contiguous()
+        self.experts, self.most = experts, most
+
+    def layer(self, **plan: int) -> MegaMoE:
+        """A prepared layer with these weights."""
+        layer = MegaMoE(
+            num_experts=self.experts,
+            topk=TOPK,
+            hidden=HIDDEN,
+            intermediate=INNER,
+            max_tokens=self.most,
+            impl="native",
+            plan=plan,
+        )
+        layer.w13.data.copy_(self.w13)
+        layer.w2.data.copy_(self.w2)
+        layer.prepare()
+        return layer
+
+    def reference(self) -> torch.Tensor:
+        """fp32, all experts at hand."""
+        return moe_reference(self.x, self.ids, self.weights, self.all_w13, self.all_w2)
+
+
+def error(result: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Frobenius norm of the difference over that of the reference."""
+    return float(
+        (result.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-9)
+    )
+
+
+PLANS = [
+    {"schedule": schedule, "store": store, "slice_rows": 1, "combine": combine}
+    for schedule in (0, 1)
+    for store in (0, 1, 2)
+    for combine in (0, 1)
+]
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+def test_every_plan_gives_the_same_right_bits(ranks: tuple[int, int], uneven: bool) -> None:
+    rank, world = ranks
+    tokens = [300 * (r % 2) + 1 if uneven else 257 for r in range(world)]
+    problem = Problem(rank, world, tokens, 8 * world)
+    wanted = problem.reference()
+    first: torch.Tensor | None = None
+    for plan in PLANS:
+        layer = problem.layer(**plan)
+        for _ in range(3):
+            result = layer(problem.x, problem.ids, problem.weights).clone()
+            layer.check(synchronize=True)
+            first = result if first is None else first
+            assert torch.equal(first, result), plan
+        layer.close()
+    assert first is not None
+    assert error(first, wanted) < 6e-3
+    unfused = moe_unfused(problem.x, problem.ids, problem.weights, problem.w13, problem.w2)
+    assert error(first, wanted) <= 1.01 * error(unfused, wanted)
+
+
+def test_many_calls_beside_a_busy_link(ranks: tuple[int, int], level: int) -> None:
+    """Bitwise equal while a copy engine loads the link and ranks take turns in being late."""
+    rank, world = ranks
+    problem = Problem(rank, world, [200] * world, 4 * world)
+    layer = problem.layer()
+    first = layer(problem.x, problem.ids, problem.weights).clone()
+    source = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+    # One process sees its peer's device only where the launcher shows it.
+    other = (torch.cuda.current_device() + 1) % torch.cuda.device_count()
+    target = torch.empty_like(source, device=f"cuda:{other}")
+    side = torch.cuda.Stream()
+    for call in range((200, 1000, 5000)[level - 1]):
+        if call % 20 == 0:
+            with torch.cuda.stream(side):
+                target.copy_(source, non_blocking=True)
+        if call % 7 == rank:
+            torch.cuda._sleep(200_000)
+        result = layer(problem.x, problem.ids, problem.weights)
+        if call % 50 == 0:
+            assert torch.equal(first, result)
+    layer.check(synchronize=True)
+    assert torch.equal(first, result)
+    layer.close()
+
+
+def test_graph_replay(ranks: tuple[int, int]) -> None:
+    rank, world = ranks
+    problem = Problem(rank, world, [100 + rank] * world, 4 * world)
+    layer = problem.layer()
+    eager = layer(problem.x, problem.ids, problem.weights).clone()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = layer(problem.x, problem.ids, problem.weights)
+    for _ in range(20):
+        result.zero_()
+        graph.replay()
+    layer.check(synchronize=True)
+    assert torch.equal(eager, result)
+    layer.close()
