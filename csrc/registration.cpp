@@ -27,6 +27,9 @@ STABLE_TORCH_LIBRARY(xstage, m) {
   // Sizes of the structures that Python shares with the binary, in the order of _faults.Layout.
   m.def("workspace_layout() -> int[]");
 
+  // Loads the kernels of the protocol and of the handshake; collective set-up calls it.
+  m.def("workspace_load(Tensor block) -> ()");
+
   // Tells all peers, in stream order, that this rank takes no further part (Failure in
   // csrc/common/workspace.h). `block` is this rank's memory; it selects the device.
   m.def("workspace_announce(Tensor block, int failure, int[] workspace) -> ()");

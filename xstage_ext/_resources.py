@@ -60,6 +60,8 @@ class Resources:
             dtype=torch.uint8,
             pin_memory=device.type == "cuda",
         )
+        if hasattr(torch.ops.xstage, "workspace_load"):
+            torch.ops.xstage.workspace_load(memory.block(self.own_ranks[0]))
         _sweep()
         _LIVE.add(self)
 

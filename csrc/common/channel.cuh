@@ -72,7 +72,7 @@ __device__ __forceinline__ bool wait_for_ranks(Workspace const& workspace, uint6
       give_up(workspace, differs, FaultKind::kPlanDiffers, signal_digest(seen), 0);
       ok = false;
     }
-    ok = ok && !aborted(workspace);
+    ok = ok && nobody_failed(workspace, site);
   }
   return __all_sync(0xffffffffu, ok);
 }
@@ -85,8 +85,8 @@ __device__ __forceinline__ void poison(void* bytes, int64_t num_bytes, int threa
   }
 }
 
-// Output slots (slots.h), before a call that stores into slot `slot` of every rank. In two steps, so
-// that an operator may take them in its own kernel: one warp of the rank announces, every block
+// Output slots (slots.h), before a call that stores into slot `slot` of every rank. In two steps,
+// so that an operator may take them in its own kernel: one warp of the rank announces, every block
 // waits, and the block that ends the call records the use.
 
 // One whole warp. `free_slots` has a bit for every slot that nobody on this rank's stream reads any

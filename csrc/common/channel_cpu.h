@@ -75,6 +75,18 @@ inline void give_up(Workspace const& workspace, WaitSite site, FaultKind kind, u
   announce_failure(workspace, Failure::kGaveUp);
 }
 
+// True while no rank has failed; asked once more at a call's end, see wait.cuh.
+inline bool nobody_failed(Workspace const& workspace, WaitSite site) {
+  uint64_t const failed = ld_acquire(&workspace.control(workspace.rank)->failed);
+  if (failure_of(failed, workspace.rank) != Failure::kNone) return false;
+  int const culprit = failed_rank(failed, -1);
+  if (culprit < 0) return true;
+  site.src_rank = culprit;
+  give_up(workspace, site, FaultKind::kPeerFailed,
+          static_cast<uint64_t>(failure_of(failed, culprit)), 0);
+  return false;
+}
+
 // Polls until load() >= site.expected; sleeps longer and longer (at most 0.2 ms) between polls,
 // since the rank that it waits for may need this very core.
 template <class Load>
@@ -135,7 +147,7 @@ inline bool wait_for_ranks(Workspace const& workspace, uint64_t epoch, Phase pha
       return false;
     }
   }
-  return !aborted(workspace);
+  return nobody_failed(workspace, WaitSite{phase, -1, epoch, epoch});
 }
 
 // Before a call that stores into output slot `slot` of every rank, in two steps; see grant_slot in

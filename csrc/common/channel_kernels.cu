@@ -44,6 +44,13 @@ __global__ void announce_failure_kernel(__grid_constant__ Workspace const worksp
 
 }  // namespace
 
+void load_channel_kernels() {
+  cudaFuncAttributes attributes;
+  XS_CUDA(cudaFuncGetAttributes(&attributes, grant_slot_kernel));
+  XS_CUDA(cudaFuncGetAttributes(&attributes, wait_for_ranks_kernel));
+  XS_CUDA(cudaFuncGetAttributes(&attributes, announce_failure_kernel));
+}
+
 void launch_grant_slot(std::vector<Workspace> const& ranks, int slot, uint32_t free_slots,
                        cudaStream_t stream) {
   XS_CHECK(slot >= 0 && slot < kMaxSlots, "xstage: slot: expected 0 to ", kMaxSlots - 1, ", got ",

@@ -25,6 +25,10 @@ void launch_grant_slot(std::vector<Workspace> const& ranks, int slot, uint32_t f
 void launch_wait_for_ranks(std::vector<Workspace> const& ranks, Phase phase,
                            std::vector<PoisonRange> const& poison, cudaStream_t stream);
 
+// Loads the three kernels now. The driver would load each at its first launch, and waits for
+// running kernels to do so: an announcement that should end a wait would wait for it.
+void load_channel_kernels();
+
 // Tells all peers, in stream order, that this rank takes no further part.
 void launch_announce_failure(Workspace const& rank, Failure failure, cudaStream_t stream);
 

@@ -54,6 +54,20 @@ static __device__ __noinline__ void give_up(Workspace const& workspace, WaitSite
   announce_failure(workspace, Failure::kGaveUp);
 }
 
+// True while no rank has failed. A call whose wait has been satisfied asks once more at its end, so
+// that ranks do not disagree on whether it succeeded when one of them gave up after it had sent its
+// part.
+__device__ __forceinline__ bool nobody_failed(Workspace const& workspace, WaitSite site) {
+  uint64_t const failed = ld_acquire_sys(&workspace.control(workspace.rank)->failed);
+  if (failure_of(failed, workspace.rank) != Failure::kNone) return false;
+  int const culprit = failed_rank(failed, -1);
+  if (culprit < 0) return true;
+  site.src_rank = culprit;
+  give_up(workspace, site, FaultKind::kPeerFailed,
+          static_cast<uint64_t>(failure_of(failed, culprit)), 0);
+  return false;
+}
+
 // Spins until load() >= site.expected. load() carries the memory order of the wait.
 template <class Load>
 __device__ __forceinline__ bool wait_until(Workspace const& workspace, WaitSite site, Load load) {

@@ -127,9 +127,18 @@ void announce(Tensor const& block, int64_t failure, std::vector<int64_t> workspa
                           current_stream(block));
 }
 
+void load_kernels(Tensor const& block) {
+  DeviceGuard const guard(block.get_device_index());
+  load_channel_kernels();
+  cudaFuncAttributes attributes;
+  XS_CUDA(cudaFuncGetAttributes(&attributes, push_kernel));
+  XS_CUDA(cudaFuncGetAttributes(&attributes, take_out_kernel));
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(xstage, CUDA, m) {
+  m.impl("workspace_load", TORCH_BOX(&load_kernels));
   m.impl("handshake", TORCH_BOX(&handshake));
   m.impl("handshake_virtual", TORCH_BOX(&handshake_virtual));
   m.impl("workspace_announce", TORCH_BOX(&announce));

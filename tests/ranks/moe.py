@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from xstage_ext import MegaMoE, SymmetricWorkspace, reference
 from xstage_ext.errors import PeerError
@@ -15,6 +18,20 @@ from .scenarios import Place, report, reported
 
 SHAPE = {"num_experts": 12, "topk": 3, "hidden": 192, "intermediate": 128, "max_tokens": 150}
 ROUNDED = {"rtol": 2e-2, "atol": 2e-2}
+
+
+def grouped(body: Callable[..., None]) -> Callable[..., None]:
+    """Inside a gloo group that is left in good order, whatever happens."""
+
+    @functools.wraps(body)
+    def inside(place: Place, **arguments: Any) -> None:
+        place.join("gloo")
+        try:
+            body(place, **arguments)
+        finally:
+            dist.destroy_process_group()
+
+    return inside
 
 
 def weights() -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,9 +69,9 @@ def assert_right(moe: MegaMoE, x: torch.Tensor, ids: torch.Tensor, scores: torch
     torch.testing.assert_close(y.float(), expected, **ROUNDED)
 
 
+@grouped
 def calls(place: Place, counts: list[int], impl: str) -> None:
     """Several calls with other token counts on every rank, against the reference."""
-    place.join("gloo")
     moe = layer(place, impl=impl, count_load=True)
     moe.prepare()
     received = 0
@@ -73,29 +90,29 @@ def calls(place: Place, counts: list[int], impl: str) -> None:
     moe.close()
 
 
+@grouped
 def both_impls(place: Place) -> None:
     """Native and fallback results lie within rounding of each other."""
-    place.join("gloo")
     native, fallback = layer(place, impl="native"), layer(place, impl="fallback")
     x, ids, scores = tokens(place.rank, 0, 100)
     torch.testing.assert_close(native(x, ids, scores), fallback(x, ids, scores), **ROUNDED)
     report(reason=fallback.fallback_reason)
 
 
+@grouped
 def one_rank_falls_back(place: Place) -> None:
     """XSTAGE_IMPL=fallback on rank 1 only: all ranks fall back, and say who wanted it."""
     if place.rank == 1:
         os.environ["XSTAGE_IMPL"] = "fallback"
-    place.join("gloo")
     moe = layer(place)
     moe.prepare()
     assert_right(moe, *tokens(place.rank, 0, 20))
     report(impl=moe.impl, reason=moe.fallback_reason)
 
 
+@grouped
 def too_many_tokens(place: Place) -> None:
     """Rank 0 brings one token too many: both raise, none hangs, the next call is right."""
-    place.join("gloo")
     moe = layer(place)
     moe.prepare()
     count = SHAPE["max_tokens"]
@@ -112,9 +129,9 @@ def too_many_tokens(place: Place) -> None:
     report(recovered=True)
 
 
+@grouped
 def dead_peer(place: Place) -> None:
     """Rank 1 dies inside a call of rank 0."""
-    place.join("gloo")
     moe = layer(place)
     with SymmetricWorkspace(None, moe.bytes() + 4096, device="cpu", timeout_ms=1500) as workspace:
         moe.prepare(workspace)
@@ -123,9 +140,9 @@ def dead_peer(place: Place) -> None:
         reported(lambda: moe(*tokens(0, 0, 10)))
 
 
+@grouped
 def disagree(place: Place, **by_field: list[Any]) -> None:
     """Ranks make the layer with other arguments; prepare names the field."""
-    place.join("gloo")
     options = {name: values[place.rank] for name, values in by_field.items()}
     shape = {**SHAPE, **{k: v for k, v in options.items() if k in SHAPE}}
     rest = {k: v for k, v in options.items() if k not in SHAPE}
@@ -134,9 +151,9 @@ def disagree(place: Place, **by_field: list[Any]) -> None:
     reported(lambda: moe.prepare(workspace))
 
 
+@grouped
 def shared_layers(place: Place, count: int) -> None:
     """Many layers of one plan share one lease: the memory of one."""
-    place.join("gloo")
     first = layer(place)
     first.prepare()
     others = [layer(place, name=f"layer {i}") for i in range(1, count)]
