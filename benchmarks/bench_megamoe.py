@@ -1,0 +1,273 @@
+"""MegaMoE against its floors, its published baseline, bare matrix products and an unfused pipeline.
+
+    torchrun --nproc-per-node 2 benchmarks/bench_megamoe.py [--shape 0] [--pairs 20]
+
+Two GPUs stand in for one GPU's load among eight: every rank holds the local experts of the table,
+7/8 of all choices fall on the peer's experts, and dispatch sends a row per choice (no
+de-duplication, which would save at two ranks what it cannot save at eight). Floors are printed for
+that case. Arms, all in one process, interleaved, each the maximum over ranks:
+
+  wave st, inter st        16-byte stores by the math warps, Expert-Wave and interleaved schedule:
+                           the published experiment
+  wave bulk, inter bulk    asynchronous stores, each half tile at once
+  wave paced, inter paced  asynchronous stores, a row per warp and step
+  ... early                tokens are added up as their experts finish, not at the end
+  chosen                   the planner's plan
+  local                    our kernel, the same rows, all experts on this rank
+  gemms                    torch's two grouped products alone, no activation, no copies between
+  unfused                  sort, NCCL All-to-All, grouped products, NCCL back, weighted sum
+
+Every arm is compared with the unfused pipeline before timing, ours with each other bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from _report import ResultWriter, Row, line
+
+from xstage_ext import SymmetricWorkspace, machine, reference
+from xstage_ext.planner import choose
+from xstage_ext.planner.megamoe import MegaMoePlan
+from xstage_ext.planner.problem import MoEProblem
+from xstage_ext.testing import compare, make_routing, time_arms
+from xstage_ext.workspace import region_bytes
+
+REMOTE_SHARE = 7 / 8
+TOLERANCE = {"rtol": 2e-2, "atol": 2e-2}
+
+ARMS: dict[str, dict[str, int]] = {
+    "wave st": {"schedule": 0, "store": 0},
+    "inter st": {"schedule": 1, "store": 0},
+    "wave bulk": {"schedule": 0, "store": 1},
+    "inter bulk": {"schedule": 1, "store": 1},
+    "wave paced": {"schedule": 0, "store": 2, "slice_rows": 1},
+    "inter paced": {"schedule": 1, "store": 2, "slice_rows": 1},
+    "wave bulk early": {"schedule": 0, "store": 1, "combine": 1},
+    "inter paced early": {"schedule": 1, "store": 2, "slice_rows": 1, "combine": 1},
+    "chosen": {},
+}
+"""Fields of the plan that an arm fixes; the planner chooses the others."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One line of the table: tokens and experts are those of one rank."""
+
+    tokens: int
+    hidden: int
+    intermediate: int
+    local_experts: int
+    topk: int
+
+    def problem(self, world: int) -> MoEProblem:
+        """For the planner."""
+        return MoEProblem(
+            world=world,
+            num_experts=self.local_experts * world,
+            topk=self.topk,
+            hidden=self.hidden,
+            intermediate=self.intermediate,
+            max_tokens=self.tokens,
+            remote_share=REMOTE_SHARE if world > 1 else None,
+        )
+
+
+SHAPES = (
+    Shape(8192, 4096, 1536, 16, 4),
+    Shape(4096, 7168, 2048, 16, 8),
+    Shape(128, 7168, 2048, 16, 8),
+    Shape(8192, 2048, 768, 32, 8),
+)
+
+Call = Callable[[], torch.Tensor]
+
+
+class Layer:
+    """Tensors of this rank for one shape."""
+
+    def __init__(self, shape: Shape, rank: int, world: int) -> None:
+        self.shape, self.rank, self.world = shape, rank, world
+        share = REMOTE_SHARE if world > 1 else None
+        experts = shape.local_experts * world
+        routing = make_routing(world, shape.tokens, experts, shape.topk, remote_share=share, seed=1)
+        self.remote_share = routing.remote_share
+        self.received = int(
+            routing.counts(experts).reshape(world, world, -1).sum(axis=(0, 2))[rank]
+        )
+        self.ids = torch.from_numpy(routing.topk_idx[rank]).int().cuda()
+        self.weights = torch.from_numpy(routing.topk_weights[rank]).cuda()
+        generator = torch.Generator("cuda").manual_seed(rank)
+
+        def normal(*sizes: int, scale: float = 1.0) -> torch.Tensor:
+            values = torch.randn(*sizes, generator=generator, device="cuda", dtype=torch.bfloat16)
+            return values.mul_(scale)
+
+        hidden, inner = shape.hidden, shape.intermediate
+        self.x = normal(shape.tokens, hidden)
+        self.w13 = normal(shape.local_experts, 2 * inner, hidden, scale=hidden**-0.5)
+        self.w2 = normal(shape.local_experts, hidden, inner, scale=inner**-0.5)
+
+    @property
+    def flops(self) -> float:
+        """Of the rows that this rank receives."""
+        return 6.0 * self.received * self.shape.hidden * self.shape.intermediate
+
+    @property
+    def egress_bytes(self) -> float:
+        """Pulled rows and results that leave this rank, in bf16."""
+        rows = self.shape.tokens * self.shape.topk * self.remote_share
+        return 2 * rows * 2.0 * self.shape.hidden
+
+    def fused(self, plan: MegaMoePlan, workspace: SymmetricWorkspace, name: str) -> Call:
+        """The operator with a plan; its memory comes from the workspace."""
+        lease = workspace.channel(name, plan.bytes())
+        words, plan_words = lease.words(), plan.words()
+        ids = self.ids if plan.world > 1 or self.world == 1 else self.ids % plan.num_experts
+        return lambda: torch.ops.xstage.megamoe(
+            self.x, ids, self.weights, self.w13, self.w2, plan_words, words
+        )
+
+    def gemms(self) -> Call:
+        """Both grouped products on as many rows as this rank receives, spread evenly."""
+        local, inner = self.shape.local_experts, self.shape.intermediate
+        counts = torch.full((local,), self.received // local, device="cuda")
+        counts[: self.received % local] += 1
+        rows = torch.randn(self.received, self.shape.hidden, device="cuda").bfloat16()
+        hidden = torch.randn(self.received, inner, device="cuda").bfloat16()
+
+        def call() -> torch.Tensor:
+            reference.grouped_linear(rows, self.w13, counts)
+            return reference.grouped_linear(hidden, self.w2, counts)
+
+        return call
+
+    def unfused(self) -> torch.Tensor:
+        """The serial pipeline."""
+        return reference.moe_unfused(self.x, self.ids, self.weights, self.w13, self.w2)
+
+
+def plans_of(shape: Shape, world: int, names: list[str]) -> dict[str, MegaMoePlan]:
+    """The plan of every fused arm."""
+    problem = shape.problem(world)
+    plans = {name: choose.choose(problem, None, **ARMS[name]).plan for name in names}
+    if world > 1:
+        # A rank of its own: duplicates of an expert within a token are legal.
+        plans["local"] = choose.choose(shape.problem(1), None).plan
+    return plans
+
+
+def all_ranks(ok: bool) -> bool:
+    """Whether it holds on every rank."""
+    flag = torch.tensor(float(ok), device="cuda")
+    if dist.is_initialized():
+        dist.all_reduce(flag, dist.ReduceOp.MIN)
+    return bool(flag.item())
+
+
+def check(calls: dict[str, Call], wanted: torch.Tensor) -> dict[str, bool]:
+    """Fused arms against the unfused pipeline, and against each other bit for bit."""
+    first: torch.Tensor | None = None
+    ok = {}
+    for name, call in calls.items():
+        if name in ("gemms", "local"):
+            ok[name] = all_ranks(bool(call().isfinite().all()))
+            continue
+        result = call().clone()
+        good = compare(result, wanted, **TOLERANCE).ok
+        if name != "unfused":
+            first = result if first is None else first
+            good = good and bool(torch.equal(first, result))
+        ok[name] = all_ranks(good)
+    return ok
+
+
+def measure(shape: Shape, names: list[str], pairs: int, rank: int, world: int) -> list[Row]:
+    """All arms of one shape; every rank calls it."""
+    layer = Layer(shape, rank, world)
+    plans = plans_of(shape, world, names)
+    shared = region_bytes(plan.bytes() for name, plan in plans.items() if name != "local")
+    with SymmetricWorkspace(nbytes=shared) as workspace:
+        calls = {
+            name: layer.fused(plan, workspace, name)
+            for name, plan in plans.items()
+            if name != "local"
+        }
+        own = None
+        if "local" in plans:
+            nbytes = region_bytes([plans["local"].bytes()])
+            own = SymmetricWorkspace(nbytes=nbytes, backend="virtual", world=1)
+            calls["local"] = layer.fused(plans["local"], own, "local")
+        calls["gemms"] = layer.gemms()
+        calls["unfused"] = layer.unfused
+        ok = check(calls, layer.unfused())
+        times = time_arms(calls, pairs=pairs)
+        workspace.check(synchronize=True)
+        if own is not None:
+            own.close()
+    if rank != 0:
+        return []
+    profile = machine.load("h200x2")
+    floors = choose.floors(shape.problem(world), profile)
+    facts = {
+        "remote_share": round(layer.remote_share, 4),
+        "floor_compute_us": round(floors.compute_us, 1),
+        "floor_egress_us": round(floors.egress_us, 1) if world > 1 else 0.0,
+        "floor_weights_us": round(floors.weights_us, 1),
+    }
+    rows = []
+    for name, timing in times.items():
+        us = timing.us_median
+        extra = dict(facts)
+        if name in plans:
+            extra["plan"] = " ".join(map(str, plans[name].words()))
+            extra["workspace_bytes"] = plans[name].bytes()
+        rows.append(
+            Row(
+                "megamoe",
+                name,
+                dataclasses.asdict(shape),
+                world,
+                us,
+                timing.us_p10,
+                timing.us_p90,
+                timing.n,
+                tflops=layer.flops / us / 1e6,
+                egress_GBps=0.0 if name in ("local", "gemms") else layer.egress_bytes / us / 1e3,
+                ok=ok[name],
+                extra=extra,
+            )
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", type=int, action="append", help="lines of the table, from 0")
+    parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--out", default="megamoe.jsonl")
+    options = parser.parse_args()
+    rank, world = 0, 1
+    if "RANK" in os.environ:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+        rank, world = dist.get_rank(), dist.get_world_size()
+    writer = ResultWriter(options.out) if rank == 0 else None
+    for index in options.shape or range(len(SHAPES)):
+        for row in measure(SHAPES[index], options.arms, options.pairs, rank, world):
+            assert writer is not None
+            print(line(row), flush=True)
+            writer.write(row)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
