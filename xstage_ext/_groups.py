@@ -17,6 +17,7 @@ from . import _faults
 from ._backends import BlockMemory, LocalMemory, SharedMemory, TorchSymmetricMemory
 from ._exchange import Exchange
 from .errors import WorkspaceError
+from .support import resolve_device
 
 BACKENDS = ("auto", "symm_mem", "nvshmem", "shm", "virtual")
 
@@ -97,27 +98,28 @@ def choose_backend(
 
 
 def _resolve_device(device: torch.device | str | int | None) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    resolved = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    resolved = resolve_device(device)
     if resolved.type not in ("cpu", "cuda"):
         raise WorkspaceError(f"workspace: device: expected cpu or cuda, got {resolved}")
-    if resolved.type == "cuda" and resolved.index is None:
-        resolved = torch.device("cuda", torch.cuda.current_device())
     return resolved
 
 
 def check_agreement(exchange: Exchange, facts: Mapping[str, object], what: str) -> None:
     """Raise on every rank, naming field and ranks, unless all ranks passed the same facts."""
-    everyone: list[dict[str, Any]] = exchange.all_gather(dict(facts), what)
+    problems = differences(exchange.all_gather(dict(facts), what))
+    if problems:
+        raise WorkspaceError(f"workspace: ranks disagree in {what}: {'; '.join(problems)}")
+
+
+def differences(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Fields in which the ranks' facts differ, each with its values and ranks."""
     fields = list(dict.fromkeys(field for theirs in everyone for field in theirs))
     problems = []
     for field in fields:
         values = [theirs.get(field, "nothing") for theirs in everyone]
         if any(value != values[0] for value in values):
             problems.append(f"{field}: {_by_value(values)}")
-    if problems:
-        raise WorkspaceError(f"workspace: ranks disagree in {what}: {'; '.join(problems)}")
+    return problems
 
 
 def _by_value(values: Sequence[object]) -> str:

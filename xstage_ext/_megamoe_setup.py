@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+import torch.distributed as dist
 
 from . import _env
-from .errors import XStageError
+from ._groups import differences
+from .errors import WorkspaceError, XStageError
 from .planner import choose
 from .planner.megamoe import MegaMoePlan
 from .planner.problem import MoEProblem
@@ -17,6 +19,7 @@ IMPLS = ("auto", "native", "fallback")
 
 
 def new_weight(*shape: int, device: torch.device) -> torch.nn.Parameter:
+    """An uninitialised bf16 weight."""
     data = torch.empty(*shape, dtype=torch.bfloat16, device=device)
     return torch.nn.Parameter(data, requires_grad=False)
 
@@ -30,6 +33,31 @@ def wanted_impl(impl: str) -> tuple[str, str]:
     return chosen, source
 
 
+def agree(
+    group: dist.ProcessGroup | None, world: int, reason: str | None, facts: dict[str, object]
+) -> str | None:
+    """Why all ranks fall back, or None; collective, on the host.
+
+    One rank's reason is every rank's. Without any, the ranks' facts must be the same.
+
+    Raises
+    ------
+    WorkspaceError
+        Names each field in which the ranks differ.
+    """
+    if world == 1:
+        return reason
+    everyone: list[tuple[str | None, dict[str, object]]] = [(None, {})] * world
+    dist.all_gather_object(everyone, (reason, facts), group=group)
+    for rank, (theirs, _) in enumerate(everyone):
+        if theirs is not None:
+            return theirs if theirs == reason else f"rank {rank}: {theirs}"
+    problems = differences([theirs for _, theirs in everyone])
+    if problems:
+        raise WorkspaceError(f"xstage.MegaMoE: ranks disagree in {'; '.join(problems)}")
+    return None
+
+
 def counter_bytes(plan: MegaMoePlan) -> int:
     """Bytes at the region's start that a reset must zero: everything before the counts."""
     for line in torch.ops.xstage.megamoe_layout(plan.words()).splitlines():
@@ -39,7 +67,17 @@ def counter_bytes(plan: MegaMoePlan) -> int:
     raise XStageError("xstage.MegaMoE: the binary's layout has no kCounts")
 
 
+def given_fields(plan: dict[str, int] | None, device: torch.device) -> dict[str, int]:
+    """Fields of the plan that the planner must take: the caller's, and the SMs of this GPU."""
+    given = dict(plan or {})
+    if device.type == "cuda":
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        given.setdefault("num_sms", num_sms // 2 * 2)
+    return given
+
+
 def differing(one: MegaMoePlan | None, other: MegaMoePlan) -> str:
+    """The fields in which two plans differ."""
     if one is None:
         return "no plan"
     a, b = dataclasses.asdict(one), dataclasses.asdict(other)

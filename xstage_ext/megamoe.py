@@ -9,7 +9,14 @@ import torch.distributed as dist
 
 from . import _megamoe_fakes as _megamoe_fakes
 from . import reference
-from ._megamoe_setup import counter_bytes, differing, new_weight, wanted_impl
+from ._megamoe_setup import (
+    agree,
+    counter_bytes,
+    differing,
+    given_fields,
+    new_weight,
+    wanted_impl,
+)
 from .channel import ChannelLease
 from .errors import PlanError, WorkspaceError
 from .planner import choose, wire
@@ -133,7 +140,7 @@ class MegaMoE(torch.nn.Module):
         if self._wanted == "fallback":
             self._reason = f"{source}=fallback"
         if self._reason is None:
-            self.decision = choose.choose(self.problem, None, **(plan or {}))
+            self.decision = choose.choose(self.problem, None, **given_fields(plan, self.device))
         elif self._wanted == "native":
             raise PlanError(f"xstage.MegaMoE: {source}=native, but {self._reason}")
         self.fallback_reason = self._reason
@@ -181,33 +188,26 @@ class MegaMoE(torch.nn.Module):
         """
         if self.impl is not None:
             raise WorkspaceError(f"xstage.MegaMoE: {self.name}: prepare: it is prepared already")
-        self.fallback_reason = self._agree_on_fallback(self._reason)
-        if self.fallback_reason is None:
+        facts: dict[str, object] = {} if self.plan is None else dataclasses.asdict(self.plan)
+        facts |= {"clamp": self.clamp, "routed_scaling_factor": self.routed_scaling_factor}
+        self.fallback_reason = agree(self.group, self.problem.world, self._reason, facts)
+        if self.fallback_reason is None and workspace is None and share is None:
             try:
-                self._reserve(workspace, share)
+                workspace = SymmetricWorkspace(
+                    self.group, region_bytes([self.bytes()]), device=self.device
+                )
+                self._owned.append(workspace)
             except WorkspaceError as error:
-                # The same on every rank; so is the way out.
-                if share is not None or workspace is not None:
-                    raise
-                self.fallback_reason = str(error)
+                self.fallback_reason = str(error)  # the same on every rank
         if self.fallback_reason is not None:
             if self._wanted == "native":
                 raise PlanError(f"xstage.MegaMoE: impl=native, but {self.fallback_reason}")
             self.impl, self.decision = "fallback", None
             return
+        self._reserve(workspace, share)
         self.impl = "native"
-        self._empty_call()
-
-    def _agree_on_fallback(self, reason: str | None) -> str | None:
-        """One rank's reason is every rank's."""
-        if self.problem.world == 1:
-            return reason
-        reasons: list[str | None] = [None] * self.problem.world
-        dist.all_gather_object(reasons, reason, group=self.group)
-        for rank, theirs in enumerate(reasons):
-            if theirs is not None:
-                return theirs if theirs == reason else f"rank {rank}: {theirs}"
-        return None
+        ids = torch.empty(0, self.problem.topk, dtype=torch.int32, device=self.device)
+        self(self.w2.new_empty(0, self.problem.hidden), ids, ids.float())
 
     def _reserve(self, workspace: SymmetricWorkspace | None, share: MegaMoE | None) -> None:
         assert self.decision is not None
@@ -220,26 +220,14 @@ class MegaMoE(torch.nn.Module):
                 )
             self._lease = share._lease
         else:
-            if workspace is None:
-                workspace = SymmetricWorkspace(
-                    self.group, region_bytes([self.decision.bytes]), device=self.device
-                )
-                self._owned.append(workspace)
+            assert workspace is not None
             self._lease = workspace.channel(
                 self.name, self.decision.bytes, counter_bytes=counter_bytes(plan)
             )
             self._owned.insert(0, self._lease)
-        facts: dict[str, object] = dataclasses.asdict(plan)
-        facts |= {"clamp": self.clamp, "routed_scaling_factor": self.routed_scaling_factor}
-        self._lease.workspace.agree(facts, what=self.name)
-        digest = wire.digest(self.name, plan.words(), self.clamp, self.routed_scaling_factor)
-        self._digest = digest
-        self._words = plan.words(), self._lease.words(digest)
-
-    def _empty_call(self) -> None:
-        x = torch.empty(0, self.problem.hidden, dtype=torch.bfloat16, device=self.device)
-        ids = torch.empty(0, self.problem.topk, dtype=torch.int32, device=self.device)
-        self(x, ids, ids.float())
+        facts = self.name, plan.words(), self.clamp, self.routed_scaling_factor
+        self._digest = wire.digest(*facts)
+        self._words = plan.words(), self._lease.words(self._digest)
 
     def close(self) -> None:
         """Give back what `prepare` reserved. Local and idempotent; layers that share it end too."""
@@ -291,7 +279,7 @@ class MegaMoE(torch.nn.Module):
         TypeError
             A dtype that is not accepted, or an input that requires grad.
         RuntimeError
-            A shape that does not fit, more than max_tokens tokens; the peers raise PeerError.
+            A wrong shape, or more than max_tokens tokens; the peers raise PeerError.
         PeerTimeout, PeerError, RoutingError
             On the CPU from this call; on CUDA from the next call or `check`.
         """
@@ -304,10 +292,8 @@ class MegaMoE(torch.nn.Module):
         rows = x.shape[0]
         if isinstance(num_tokens, int):
             if not 0 <= num_tokens <= rows:
-                raise ValueError(
-                    f"xstage.megamoe: num_tokens: expected 0 to {rows} (rows of x), got "
-                    f"{num_tokens}"
-                )
+                text = f"expected 0 to {rows} (rows of x), got {num_tokens}"
+                raise ValueError(f"xstage.megamoe: num_tokens: {text}")
             if out is None:
                 out = torch.empty_like(x, memory_format=torch.contiguous_format)
             out[num_tokens:].zero_()
@@ -398,15 +384,11 @@ class MegaMoE(torch.nn.Module):
         if x.dtype != torch.bfloat16:
             raise TypeError(f"xstage.megamoe: x: expected torch.bfloat16, got {x.dtype}")
         if topk_idx.dtype not in _INDEX_DTYPES:
-            raise TypeError(
-                f"xstage.megamoe: topk_idx: expected torch.int32 or torch.int64, got "
-                f"{topk_idx.dtype}"
-            )
+            text = f"expected torch.int32 or torch.int64, got {topk_idx.dtype}"
+            raise TypeError(f"xstage.megamoe: topk_idx: {text}")
         if not topk_weights.dtype.is_floating_point:
-            raise TypeError(
-                f"xstage.megamoe: topk_weights: expected a floating-point dtype, got "
-                f"{topk_weights.dtype}"
-            )
+            text = f"expected a floating-point dtype, got {topk_weights.dtype}"
+            raise TypeError(f"xstage.megamoe: topk_weights: {text}")
         if torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
             raise TypeError(
                 "xstage.megamoe: x or topk_weights requires grad, and there is no backward; call "
@@ -415,8 +397,4 @@ class MegaMoE(torch.nn.Module):
 
     def extra_repr(self) -> str:
         """What printing the module shows."""
-        p = self.problem
-        return (
-            f"experts={p.num_experts} on {p.world} ranks, topk={p.topk}, hidden={p.hidden}, "
-            f"intermediate={p.intermediate}, max_tokens={p.max_tokens}, impl={self.impl}"
-        )
+        return f"{self.problem}, impl={self.impl}"
