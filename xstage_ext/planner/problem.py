@@ -33,7 +33,7 @@ class MoEProblem:
         Tokens per rank in the calls to plan for; None: `max_tokens`. The same on every rank, so
         that every rank makes the same plan; actual calls may bring other numbers.
     remote_share : float or None
-        Share of the rows that cross the link; None: 1 - 1 / world.
+        Share of the rows that cross the link; None: 1 - 1 / world. A world of one has none.
     weight_layout : str
         Rows of w13: "gate_up", "up_gate" or "interleaved".
     """
@@ -107,7 +107,9 @@ class MoEProblem:
 
     @property
     def remote(self) -> float:
-        """Share of the rows that cross the link."""
+        """Share of the rows that cross the link; none in a world of one."""
+        if self.world == 1:
+            return 0.0
         return 1.0 - 1.0 / self.world if self.remote_share is None else self.remote_share
 
     @property

@@ -1,0 +1,110 @@
+"""The planner's choices for megamoe: possible, explained, small, the same on every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xstage_ext import machine
+from xstage_ext.errors import PlanError
+from xstage_ext.planner import choose as planner
+from xstage_ext.planner.choose import Instance, candidates, choose, floors
+from xstage_ext.planner.problem import MoEProblem
+
+PROFILE = machine.load("h200x2")
+LARGE = MoEProblem(
+    world=8, num_experts=128, topk=4, hidden=4096, intermediate=1536, max_tokens=8192
+)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> MoEProblem:
+    world = draw(st.integers(1, 8))
+    most = draw(st.integers(1, 3000))
+    return MoEProblem(
+        world=world,
+        num_experts=world * draw(st.integers(1, 16)),
+        topk=draw(st.integers(1, 8)),
+        hidden=64 * draw(st.integers(1, 32)),
+        intermediate=64 * draw(st.integers(1, 32)),
+        max_tokens=most,
+        tokens=draw(st.none() | st.integers(0, most)),
+        remote_share=draw(st.none() | st.floats(0, 1)),
+    )
+
+
+@given(problems())
+@settings(max_examples=25, deadline=None)
+def test_every_problem_has_a_possible_plan(problem: MoEProblem) -> None:
+    decision = choose(problem, PROFILE)
+    assert decision.bytes == decision.plan.bytes()
+    assert decision.action in ("wave", "interleaved")
+    assert decision.predicted_us > 0 and decision.reason
+    assert decision.plan.world == problem.world
+    best = min(us for _, us in decision.alternatives)
+    # The wave is kept on a tie, and never at a larger price than that.
+    assert best <= decision.predicted_us <= 1.0051 * best
+
+
+@given(problems())
+@settings(max_examples=100, deadline=None)
+def test_even_counts_hold_all_rows(problem: MoEProblem) -> None:
+    counts = problem.even_counts()
+    assert counts.shape == (problem.world, problem.experts_per_rank)
+    assert int(counts.sum()) == problem.rows and int(counts.min()) >= 0
+    if problem.world > 1:
+        assert abs(int(counts[0].sum()) - problem.rows * (1 - problem.remote)) <= 1
+
+
+def test_memory_of_the_large_layer() -> None:
+    """8192 tokens, hidden 4096, intermediate 1536, top-4, 128 experts on 8 ranks."""
+    for plan in candidates(LARGE, PROFILE):
+        assert plan.bytes() <= 1.2e9
+    assert choose(LARGE, PROFILE).bytes <= 1.2e9
+
+
+def test_less_memory_on_request() -> None:
+    small = choose(LARGE, PROFILE, ring_bytes=64_000_000)
+    # Staged tokens and returned rows are 336 MB, whatever the rings.
+    assert small.bytes < 450_000_000 < choose(LARGE, PROFILE).bytes
+
+
+def test_overrides_are_taken() -> None:
+    given = {"schedule": 0, "store": 0, "num_sms": 64, "x_ring_blocks": 40}
+    plan = choose(LARGE, PROFILE, **given).plan
+    assert {name: getattr(plan, name) for name in given} == given
+    plan = choose(LARGE, PROFILE, lead_blocks=100, schedule=1).plan
+    assert plan.lead_blocks == 100 and plan.h_ring_blocks >= 100 + 2 * plan.group_blocks
+    with pytest.raises(PlanError, match="h_ring_blocks: expected at least"):
+        choose(LARGE, PROFILE, lead_blocks=100, schedule=1, h_ring_blocks=20)
+    with pytest.raises(PlanError, match="speed: not a field of MegaMoePlan"):
+        choose(LARGE, PROFILE, speed=3)
+
+
+def test_same_problem_same_plan() -> None:
+    again = dataclasses.replace(LARGE)
+    assert choose(again, PROFILE) is choose(LARGE, PROFILE)
+
+
+def test_floors_name_what_binds() -> None:
+    def binding(**change: int) -> str:
+        return floors(dataclasses.replace(LARGE, **change), PROFILE).binding
+
+    assert binding() == "arithmetic"
+    assert binding(intermediate=256) == "the link"
+    assert binding(tokens=16) == "reading the weights"
+    decision = choose(LARGE, PROFILE)
+    assert decision.predicted_us > decision.floors.us
+    assert "arithmetic sets the floor" in decision.reason
+
+
+def test_tile_follows_rows_per_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = Instance(64, 256, 1), Instance(128, 256, 2)
+    monkeypatch.setattr(planner, "instances", lambda: compiled)
+    # Rows per expert: 4, 64, 128, 2048.
+    for tokens, block_m in [(16, 64), (256, 64), (512, 128), (8192, 128)]:
+        plans = list(candidates(dataclasses.replace(LARGE, tokens=tokens), PROFILE))
+        assert {plan.block_m for plan in plans} == {block_m}
