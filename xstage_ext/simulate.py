@@ -48,6 +48,9 @@ class Assumptions:
         Latency of the final fence and signal; None: the profile's.
     tickets : bool
         Workers draw tiles from a counter instead of the static deal.
+    jitter : float
+        Main loops are longer or shorter by up to this share, at random but repeatably: nothing in a
+        real machine keeps SMs exactly in step.
     """
 
     setup_us: float = 12.0
@@ -59,6 +62,7 @@ class Assumptions:
     pace_duty: float = 0.9
     visibility_us: float | None = None
     tickets: bool = False
+    jitter: float = 0.03
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,6 +252,7 @@ def _machine(
         "pace_duty": assume.pace_duty,
         "coupling": COUPLINGS[coupling],
         "tickets": float(assume.tickets),
+        "jitter": assume.jitter,
         "bin_us": _BIN_US,
     }
     fields = simulation_fields()

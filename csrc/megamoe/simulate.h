@@ -39,6 +39,7 @@ namespace xstage {
   X(pace_duty, "share of the next tile's main loop over which a paced tile leaves")        \
   X(coupling, "0 the law, 1 wait until visible after every burst, 2 never wait")           \
   X(tickets, "0 the static deal, 1 tickets from a counter")                                \
+  X(jitter, "main loops are longer or shorter by up to this share, at random")             \
   X(bin_us, "width of the link's bins in the result")
 
 struct SimulatedMachine {
@@ -128,6 +129,16 @@ class FairServer {
   std::vector<char> active_;
   std::priority_queue<Mark> marks_;
 };
+
+// A number in [-1, 1) that depends on the tile only (splitmix64), so that runs repeat exactly.
+inline double tile_noise(Tile const& tile) {
+  uint64_t x = (uint64_t{1} << 62) * static_cast<uint64_t>(tile.phase) +
+               (static_cast<uint64_t>(tile.block) << 16) + static_cast<uint64_t>(tile.n);
+  x += 0x9e3779b97f4a7c15u;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return static_cast<double>((x ^ (x >> 31)) >> 11) * 0x1p-52 - 1.0;
+}
 
 // Which operands L2 still holds, by distance of reuse: an operand is there when fewer than
 // `reuse_bytes` entered L2 since its last use.

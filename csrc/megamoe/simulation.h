@@ -228,7 +228,8 @@ class MegaMoeSimulation {
   void start_main(SimulatedWorker& worker, int32_t w) {
     bool const second = worker.tiles[0].phase == TilePhase::kLinear2;
     worker.times[kFlagWait] += now_ - worker.since;
-    worker.main_us = second ? machine_.linear2_us : machine_.linear1_us;
+    worker.main_us = (second ? machine_.linear2_us : machine_.linear1_us) *
+                     (1.0 + machine_.jitter * tile_noise(worker.tiles[0]));
     worker.times[kMath] += worker.main_us;
     worker.tile_begin = worker.since;
     worker.main_begin = now_;

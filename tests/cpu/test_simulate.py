@@ -158,7 +158,7 @@ def test_lockstep_bursts_follow_the_law(num_sms, rate):
         rates=dataclasses.replace(PROFILE.rates, pull_GBps=1e6, hbm_GBps=1e7, flag_us=0.0),
     )
     plan, counts = lockstep(num_sms)
-    assume = simulate.Assumptions(prefetch_stages=10**6, pull_share=1.0)
+    assume = simulate.Assumptions(prefetch_stages=10**6, pull_share=1.0, jitter=0.0)
     result = simulate.simulate_megamoe(plan, counts, profile, assume=assume, trace=True)
     second = result.tiles[result.tiles[:, 1] == 2]
     mine = second[second[:, 0] == 0]
