@@ -33,7 +33,13 @@ HALF_GUARDS = (
 
 def extension_arguments(kernels: bool) -> dict[str, dict[str, Any]]:
     """Arguments of each extension module by name; a pure function of the files in csrc/."""
-    common = {"py_limited_api": True, "extra_link_args": ["-s"]}
+    # The C++ runtime comes before torch's libraries, which re-export parts of it: a toolchain that
+    # links the runtime statically would otherwise mix the two.
+    common: dict[str, Any] = {
+        "py_limited_api": True,
+        "libraries": ["stdc++"],
+        "extra_link_args": ["-s"],
+    }
     cxx = [*build_facts.CXX_FLAGS, "-std=c++17"]
     arguments: dict[str, dict[str, Any]] = {
         "xstage_ext._C": common
@@ -108,6 +114,7 @@ def main() -> None:
 
     extensions = []
     for name, arguments in extension_arguments(decision.kernels).items():
+        arguments["libraries"] = list(arguments["libraries"])  # torch appends to it
         if name.endswith("_cuda_sm90"):
             folder = cudart_folder(machine.cuda_home or "")
             arguments["library_dirs"] = [folder] if folder else []
