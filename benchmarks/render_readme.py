@@ -1,0 +1,157 @@
+"""Writes the tables of README.md (and of any other page) from benchmarks/results/.
+
+    python benchmarks/render_readme.py [FILE ...] [--check]
+
+A page holds places like
+
+    <!-- results: sweep -->
+    <!-- /results -->
+
+and everything between the two marks is replaced. Nothing in a table is typed by hand; a test runs
+--check, which fails when a page differs from the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import _report
+import _sweep
+
+PLACE = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- /results -->)", re.DOTALL)
+Line = Mapping[str, Any]
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table whose first column is text and whose others are numbers."""
+    rule = "|---|" + "---:|" * (len(head) - 1)
+    return "\n".join(
+        ["| " + " | ".join(head) + " |", rule, *("| " + " | ".join(r) + " |" for r in rows)]
+    )
+
+
+def origin(lines: Sequence[Line]) -> str:
+    """Where and how: one sentence under every table."""
+    last = lines[-1]
+    where = last["gpu"] or "no GPU"
+    date = str(last["date"])[:10]
+    if last.get("predicted"):
+        where = f"PREDICTED, not measured: profile {last['profile']} ({last['provenance']})"
+    driver = f", driver {last['driver']}" if last["driver"] else ""
+    ranks = "" if last["world"] == 1 else f"{last['world']} x "
+    place = where if last.get("predicted") else f"{ranks}{where}{driver}"
+    return f"{place}; torch {last['torch']}, {date}, `{last['command']}`."
+
+
+def sweep() -> str:
+    """Geometric means by model over the sweep: times and ratios of wave, interleaved, planner."""
+    measured = [line for line in _report.read("sweep_84.jsonl") if line["n"] > 0]
+    lines = measured or list(_report.read("sweep_84_predicted.jsonl"))
+    if not lines:
+        return "No results yet: `python benchmarks/sweep_84.py`."
+    arms = [*_sweep.ARMS, *(["serial"] if measured else [])]
+    groups: dict[str, dict[str, dict[str, Line]]] = {}
+    for line in lines:
+        shape = str(line["shape"])
+        groups.setdefault(line["shape"]["model"], {}).setdefault(shape, {})[line["arm"]] = line
+    rows = []
+    everything: list[dict[str, Line]] = []
+    for model, shapes in groups.items():
+        complete = [found for found in shapes.values() if set(arms) <= found.keys()]
+        everything += complete
+        if complete:
+            rows.append([model, str(len(complete)), *_sweep_cells(complete, arms)])
+    if not everything:
+        return "No complete configuration yet: `python benchmarks/sweep_84.py`."
+    rows.append(["**all**", str(len(everything)), *_sweep_cells(everything, arms)])
+    head = ["model", "n", *(f"{arm}, us" for arm in arms)]
+    head += ["wave/st over planner", "worst", "best", "ceiling reached"]
+    text = "Geometric means over token counts, remote shares and routings.\n\n"
+    return text + markdown(head, rows) + "\n\n" + origin(lines)
+
+
+def _sweep_cells(complete: Sequence[Mapping[str, Line]], arms: Sequence[str]) -> list[str]:
+    times = [{arm: found[arm]["us_median"] for arm in arms} for found in complete]
+    ratio = [row["wave/st"] / row["planner"] for row in times]
+    reached = [f["planner"]["ceiling_us"] / f["planner"]["us_median"] for f in complete]
+    cells = [f"{_sweep.geometric_mean(row[arm] for row in times):.0f}" for arm in arms]
+    cells.append(f"{_sweep.geometric_mean(ratio):.3f}x")
+    cells += [f"{min(ratio):.2f}x", f"{max(ratio):.2f}x", f"{_sweep.geometric_mean(reached):.0%}"]
+    return cells
+
+
+def by_arm(file: str, command: str) -> Callable[[], str]:
+    """A table with a row per shape and a column of medians per arm."""
+
+    def table() -> str:
+        lines = [line for line in _report.read(file) if line["n"] > 0]
+        if not lines:
+            return f"No results yet: `{command}`."
+        arms = list(dict.fromkeys(line["arm"] for line in lines))
+        shapes: dict[str, dict[str, Line]] = {}
+        for line in lines:
+            text = " ".join(f"{name}={value}" for name, value in line["shape"].items())
+            shapes.setdefault(f"{line['op']} {text}", {})[line["arm"]] = line
+        rows = [[name, *(_cell(found.get(arm)) for arm in arms)] for name, found in shapes.items()]
+        head = ["shape", *(f"{arm}, us" for arm in arms)]
+        return markdown(head, rows) + "\n\n" + origin(lines)
+
+    return table
+
+
+def _cell(line: Line | None) -> str:
+    if line is None:
+        return "-"
+    wrong = "" if line["ok"] in (True, None) else " (WRONG)"
+    return f"{line['us_median']:.1f}{wrong}"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "sweep": sweep,
+    "a2a": by_arm("a2a.jsonl", "torchrun --nproc-per-node 2 benchmarks/bench_a2a.py"),
+    "attention": by_arm(
+        "attention.jsonl", "torchrun --nproc-per-node 2 benchmarks/bench_attention.py"
+    ),
+    "megamoe": by_arm("megamoe.jsonl", "torchrun --nproc-per-node 2 benchmarks/bench_megamoe.py"),
+}
+
+
+def render(text: str) -> str:
+    """The page with every place filled; ValueError for an unknown name."""
+
+    def fill(match: re.Match[str]) -> str:
+        name = match.group(2)
+        if name not in TABLES:
+            raise ValueError(f"results: expected one of {', '.join(TABLES)}, got {name}")
+        return f"{match.group(1)}{TABLES[name]()}\n{match.group(3)}"
+
+    return PLACE.sub(fill, text)
+
+
+def main() -> int:
+    """Render or check pages; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", nargs="*", type=pathlib.Path, default=[_report.ROOT / "README.md"])
+    parser.add_argument("--check", action="store_true", help="change nothing, fail on difference")
+    arguments = parser.parse_args()
+    stale = []
+    for file in arguments.files:
+        text = file.read_text(encoding="utf-8")
+        rendered = render(text)
+        if rendered == text:
+            continue
+        stale.append(str(file))
+        if not arguments.check:
+            file.write_text(rendered, encoding="utf-8")
+    if stale:
+        print("stale:" if arguments.check else "rendered:", *stale)
+    return 1 if stale and arguments.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""Tables in pages come from benchmarks/results/, and pages are up to date."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/*.md"))]
+
+
+@pytest.fixture
+def render(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("render_readme")
+
+
+@pytest.fixture
+def results(render, monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.import_module("_report"), "RESULTS", tmp_path)
+    return tmp_path
+
+
+FACTS = {
+    "gpu": "NVIDIA H200",
+    "driver": "580",
+    "torch": "2.11.0",
+    "date": "2026-11-29T22:00:00+00:00",
+    "command": "python benchmarks/x.py",
+}
+
+
+def lines_of_sweep(render, model, tokens, us, n):
+    shape = {"model": model, "tokens": tokens}
+    return [
+        {"op": "megamoe", "arm": arm, "shape": shape, "world": 2, "n": n, "us_median": time}
+        | {"ceiling_us": us[-1] / 2, "profile": "p", "provenance": "measured", "ok": True}
+        | ({} if n else {"predicted": True})
+        | FACTS
+        for arm, time in zip([*render._sweep.ARMS, "serial"], us, strict=False)
+    ]
+
+
+def test_sweep_table(render, results):
+    rows = lines_of_sweep(render, "m", 1024, [100, 90, 95, 80, 80, 300], 20)
+    rows += lines_of_sweep(render, "m", 4096, [400, 400, 400, 400, 320, 900], 20)
+    (results / "sweep_84.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    text = render.render("a\n<!-- results: sweep -->\nold\n<!-- /results -->\nb\n")
+    assert "old" not in text
+    assert text.startswith("a\n<!-- results: sweep -->\n")
+    assert text.endswith("<!-- /results -->\nb\n")
+    assert "| m | 2 | 200 | 190 |" in text
+    assert "| 1.250x | 1.25x | 1.25x |" in text
+    assert "2 x NVIDIA H200, driver 580; torch 2.11.0, 2026-11-29" in text
+    assert render.render(text) == text
+
+
+def test_predictions_are_marked(render, results):
+    rows = lines_of_sweep(render, "m", 1024, [100, 90, 95, 80, 80], 0)
+    (results / "sweep_84_predicted.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    assert "PREDICTED, not measured: profile p (measured)" in render.TABLES["sweep"]()
+
+
+def test_tables_by_arm(render, results):
+    row = {"op": "ulysses_a2a", "shape": {"MB": 4}, "world": 2, "n": 20, "ok": True} | FACTS
+    lines = [row | {"arm": "bulk", "us_median": 12.34}, row | {"arm": "nccl", "us_median": 99.0}]
+    lines.append(row | {"shape": {"MB": 8}, "arm": "bulk", "us_median": 5.0, "ok": False})
+    (results / "a2a.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
+    text = render.TABLES["a2a"]()
+    assert "| ulysses_a2a MB=4 | 12.3 | 99.0 |" in text
+    assert "| ulysses_a2a MB=8 | 5.0 (WRONG) | - |" in text
+    assert "No results yet" in render.TABLES["attention"]()
+
+
+def test_unknown_place_is_refused(render):
+    with pytest.raises(ValueError, match="expected one of sweep"):
+        render.render("<!-- results: nothing -->\n<!-- /results -->")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_are_up_to_date(render, page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert render.render(text) == text, f"run python benchmarks/render_readme.py {page}"
