@@ -32,9 +32,8 @@ __device__ __forceinline__ void load_tile(CUtensorMap const& map, MBarrier& full
 #pragma unroll
   for (int panel = 0; panel < kCols / kPanelCols; ++panel) {
     cute::SM90_TMA_LOAD_4D::copy(&map, reinterpret_cast<uint64_t*>(&full),
-                                 static_cast<uint64_t>(reuse),
-                                 smem + panel * kRows * kPanelCols, panel * kPanelCols, at.head,
-                                 at.row, at.batch);
+                                 static_cast<uint64_t>(reuse), smem + panel * kRows * kPanelCols,
+                                 panel * kPanelCols, at.head, at.row, at.batch);
   }
 }
 

@@ -14,7 +14,9 @@
 namespace xstage {
 
 // First row of the calling thread in its warpgroup's 64; its second row is 8 further.
-__device__ __forceinline__ int fragment_row(int thread) { return thread / 32 * 16 + thread % 32 / 4; }
+__device__ __forceinline__ int fragment_row(int thread) {
+  return thread / 32 * 16 + thread % 32 / 4;
+}
 
 // Hides the columns from limit[r] on of the thread's row r.
 template <class Fragment>

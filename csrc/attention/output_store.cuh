@@ -2,13 +2,14 @@
 // tensor store into the owner's memory, local or remote.
 //
 // Each warpgroup has its own buffer (64 rows) and one storing thread, so that warpgroups never wait
-// for each other here. The store is issued in slices of a few rows. All at once is a burst; some per
-// step of the next tile's main loop is pacing: what is queued in an SM stays small, and loads do not
-// queue behind it.
+// for each other here. The store is issued in slices of a few rows. All at once is a burst; some
+// per step of the next tile's main loop is pacing: what is queued in an SM stays small, and loads
+// do not queue behind it.
 #pragma once
 
-#include <cute/arch/copy_sm90_tma.hpp>
 #include <cutlass/numeric_conversion.h>
+
+#include <cute/arch/copy_sm90_tma.hpp>
 
 #include "common/ptx.cuh"
 #include "loads.cuh"

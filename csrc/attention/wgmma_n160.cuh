@@ -1,24 +1,25 @@
 // The 64 x 160 x 16 matrix product as a CuTe atom, both operands in shared memory.
 //
-// CuTe has this shape only behind a switch that adds 17 s to every compilation that includes it, for
-// thousands of shapes that nobody here uses.
+// CuTe has this shape only behind a switch that adds 17 s to every compilation that includes it,
+// for thousands of shapes that nobody here uses.
 #pragma once
 
 #include <cute/atom/mma_traits_sm90_gmma.hpp>
 
 // Ten consecutive operand numbers with the tens digit t (empty for 0 to 9), through a macro of one
 // number, separated by commas.
-#define XS_TEN(each, t)                                                                          \
+#define XS_TEN(each, t)                                                                           \
   each(t##0), each(t##1), each(t##2), each(t##3), each(t##4), each(t##5), each(t##6), each(t##7), \
       each(t##8), each(t##9)
-#define XS_EIGHTY(each)                                                                     \
-  XS_TEN(each, ), XS_TEN(each, 1), XS_TEN(each, 2), XS_TEN(each, 3), XS_TEN(each, 4),       \
+#define XS_EIGHTY(each)                                                               \
+  XS_TEN(each, ), XS_TEN(each, 1), XS_TEN(each, 2), XS_TEN(each, 3), XS_TEN(each, 4), \
       XS_TEN(each, 5), XS_TEN(each, 6), XS_TEN(each, 7)
-#define XS_TEN_TEXT(t)                                                                        \
-  "%" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t "9"
+#define XS_TEN_TEXT(t)                                                                             \
+  "%" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t \
+  "9"
 #define XS_PARAMETER(n) float& d##n
 #define XS_OPERAND(n) "+f"(d##n)
-#define XS_WGMMA_N160(type)                                                                       \
+#define XS_WGMMA_N160(type) \
   asm volatile(                                                                                   \
       "{\n"                                                                                       \
       ".reg .pred p;\n"                                                                           \

@@ -1,13 +1,13 @@
 // From accumulators to the owner's memory.
 //
-// A warpgroup waits for its own buffer only, and only here: the bytes of its last tile have long been
-// read unless the link is slower than a whole tile. Nothing waits for the stores themselves; the
-// call's end does (attention/completion.cuh).
+// A warpgroup waits for its own buffer only, and only here: the bytes of its last tile have long
+// been read unless the link is slower than a whole tile. Nothing waits for the stores themselves;
+// the call's end does (attention/completion.cuh).
 #pragma once
 
 #include "attention/masks.cuh"
 #include "attention/output_store.cuh"
-#include "params.h"
+#include "attention/params.h"
 #include "traits_sm90.h"
 
 namespace xstage {
@@ -18,14 +18,15 @@ class Epilogue {
   using Storage = Fa3SharedStorage<Traits>;
   static constexpr int kCols = Traits::kHeadDim;
 
-  __device__ __forceinline__ Epilogue(Fa3Params const& params, Storage& smem, int group, int thread)
+  __device__ __forceinline__ Epilogue(AttentionParams const& params, Storage& smem, int group,
+                                      int thread)
       : params_(params), smem_(smem), group_(group), thread_(thread) {
     if (thread_ == 0) smem_.pending[group_].next_row = smem_.pending[group_].end_row = 0;
   }
 
   // Once per step of the main loop: a slice of the last tile, when its time has come.
   __device__ __forceinline__ void each_step() {
-    if (slices_ == 0) return;
+    if (__builtin_expect(slices_ == 0, 1)) return;
     if (++steps_ < params_.slice_steps) return;
     steps_ = 0;
     --slices_;
@@ -67,8 +68,7 @@ class Epilogue {
   __device__ __forceinline__ void store_lse(QueryTile const& tile, float const (&lse)[2]) const {
     if (params_.lse == nullptr || thread_ % 4 != 0) return;
     int const row = group_ * kGroupRows + fragment_row(thread_);
-    int64_t const head =
-        static_cast<int64_t>(tile.batch) * params_.schedule.num_heads + tile.head;
+    int64_t const head = static_cast<int64_t>(tile.batch) * params_.schedule.num_heads + tile.head;
     float* const at = params_.lse + head * params_.keys.num_query_rows + tile.row;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -89,7 +89,7 @@ class Epilogue {
     cutlass::arch::NamedBarrier::sync(kWarpgroup, kStagedBarrier + group_);
   }
 
-  Fa3Params const& params_;
+  AttentionParams const& params_;
   Storage& smem_;
   int group_;
   int thread_;

@@ -2,21 +2,22 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "attention/completion.cuh"
 #include "epilogue_a2a.cuh"
 #include "mainloop.cuh"
 
 namespace xstage {
 
 template <class Traits>
-__device__ __forceinline__ void math_role(Fa3Params const& params,
-                                          Fa3SharedStorage<Traits>& smem, TileWalk walk,
-                                          int group, int thread) {
+__device__ __forceinline__ void math_role(AttentionParams const& params,
+                                          Fa3SharedStorage<Traits>& smem, TileWalk walk, int group,
+                                          int thread) {
   MathRole<Traits> math(params, smem, group, thread);
   Epilogue<Traits> epilogue(params, smem, group, thread);
   typename MathRole<Traits>::FragmentO out;  // ((2,2,D/8),1,1)
   QueryTile tile;
   while (walk.next(tile)) {
-    OnlineSoftmax softmax(params.scale_log2);
+    typename MathRole<Traits>::Softmax softmax(params.scale_log2);
     float inverse[2] = {0.0f, 0.0f}, lse[2] = {-INFINITY, -INFINITY};
     if (math.run(tile, out, softmax, [&] { epilogue.each_step(); })) {
       softmax.finish(inverse, lse);
@@ -28,11 +29,13 @@ __device__ __forceinline__ void math_role(Fa3Params const& params,
   }
   math.close();
   epilogue.finish();
+  publish_block<Traits::kMathGroups * kWarpgroup, kDoneBarrier>(params.workspace,
+                                                                group * kWarpgroup + thread);
 }
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    fa3_kernel(__grid_constant__ Fa3Params const params) {
+    fa3_kernel(__grid_constant__ AttentionParams const params) {
   extern __shared__ __align__(1024) char storage[];
   auto& smem = *reinterpret_cast<Fa3SharedStorage<Traits>*>(storage);
   int const warpgroup = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
@@ -50,9 +53,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     cutlass::arch::fence_barrier_init();
   }
-  __syncthreads();
+  // All threads learn the same answer; the barrier also publishes the barriers above. The shuffle
+  // tells the compiler that a warp agrees: without it, it takes every loop below for divergent.
+  bool const stores = __syncthreads_and(threadIdx.x != 0 || may_store(params.workspace));
+  int32_t const first_round = __shfl_sync(0xffffffff, stores ? 0 : kNoTiles, 0);
   TileWalk const walk{params.schedule, static_cast<int32_t>(blockIdx.x),
-                      static_cast<int32_t>(gridDim.x)};
+                      static_cast<int32_t>(gridDim.x), first_round};
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kLoadRegisters>();
     if (thread == 0) load_role<Traits>(params, smem, walk);

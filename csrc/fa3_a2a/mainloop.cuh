@@ -8,7 +8,7 @@
 
 #include "attention/loads.cuh"
 #include "attention/masks.cuh"
-#include "params.h"
+#include "attention/params.h"
 #include "softmax.cuh"
 #include "traits_sm90.h"
 
@@ -22,16 +22,19 @@ __device__ __forceinline__ int32_t tile_key_end(KeySpace const& keys, QueryTile 
 
 // The tiles of one block: round-robin. Where tiles come in falling order of work, every second
 // round runs backwards, so that who got the longest gets the shortest next.
+constexpr int32_t kNoTiles = INT32_MAX;
+
 struct TileWalk {
   TileSchedule const& schedule;
   int32_t block;
   int32_t num_blocks;
-  int32_t round = 0;
+  int32_t round;  // of the next tile; 0, or kNoTiles
 
   __device__ __forceinline__ bool next(QueryTile& tile) {
+    if (round == kNoTiles) return false;
     bool const backwards = schedule.order == TileOrder::kLongestFirst && round % 2 == 1;
-    int64_t const index = static_cast<int64_t>(round) * num_blocks +
-                          (backwards ? num_blocks - 1 - block : block);
+    int64_t const index =
+        static_cast<int64_t>(round) * num_blocks + (backwards ? num_blocks - 1 - block : block);
     ++round;
     if (index >= schedule.size()) return false;
     tile = schedule.tile(index);
@@ -40,7 +43,7 @@ struct TileWalk {
 };
 
 template <class Traits>
-__device__ __forceinline__ void load_role(Fa3Params const& params,
+__device__ __forceinline__ void load_role(AttentionParams const& params,
                                           Fa3SharedStorage<Traits>& smem, TileWalk walk) {
   RingState<Traits::kStages> k_ring, v_ring;
   uint32_t q_phase = 0;
@@ -53,15 +56,15 @@ __device__ __forceinline__ void load_role(Fa3Params const& params,
     auto load_k = [&](int32_t row) {
       smem.k_empty[k_ring.stage].wait(k_ring.phase ^ 1);
       load_tile<Traits::kBlockN, Traits::kHeadDim>(params.k, smem.k_full[k_ring.stage],
-                                                   smem.k[k_ring.stage],
-                                                   {row, kv_head, tile.batch}, Reuse::kMany);
+                                                   smem.k[k_ring.stage], {row, kv_head, tile.batch},
+                                                   Reuse::kMany);
       k_ring.advance();
     };
     auto load_v = [&](int32_t row) {
       smem.v_empty[v_ring.stage].wait(v_ring.phase ^ 1);
       load_tile<Traits::kBlockN, Traits::kHeadDim>(params.v, smem.v_full[v_ring.stage],
-                                                   smem.v[v_ring.stage],
-                                                   {row, kv_head, tile.batch}, Reuse::kMany);
+                                                   smem.v[v_ring.stage], {row, kv_head, tile.batch},
+                                                   Reuse::kMany);
       v_ring.advance();
     };
     int32_t v_row = cursor.view().begin;
@@ -85,7 +88,8 @@ __device__ __forceinline__ void load_role(Fa3Params const& params,
 
 // Issues acc (+)= A B as one group of wgmma; nothing is waited for.
 template <bool kClear, class Mma, class TensorA, class TensorB, class TensorC>
-__device__ __forceinline__ void issue_product(Mma& mma, TensorA& a, TensorB const& b, TensorC& acc) {
+__device__ __forceinline__ void issue_product(Mma& mma, TensorA& a, TensorB const& b,
+                                              TensorC& acc) {
   constexpr bool kFromRegisters =
       !cute::is_base_of<cute::GMMA::DescriptorIterator, typename Mma::FrgTypeA>::value;
   if constexpr (kFromRegisters) cute::warpgroup_fence_operand(a);
@@ -107,10 +111,12 @@ class MathRole {
  public:
   using Element = typename Traits::Element;
   using Storage = Fa3SharedStorage<Traits>;
+  using Softmax = OnlineSoftmax<Traits::kBlockN, Traits::kPolynomial>;
   using FragmentO = decltype(cute::partition_fragment_C(
       typename Traits::MmaPV{}, cute::Shape<cute::Int<kGroupRows>, cute::Int<Traits::kHeadDim>>{}));
 
-  __device__ __forceinline__ MathRole(Fa3Params const& params, Storage& smem, int group, int thread)
+  __device__ __forceinline__ MathRole(AttentionParams const& params, Storage& smem, int group,
+                                      int thread)
       : params_(params), smem_(smem), group_(group), thread_(thread), turn_{group} {
     turn_.open();
   }
@@ -119,7 +125,7 @@ class MathRole {
   // Leaves in `out` the sum of P V, in `softmax` what normalises it. `each_step` is called once per
   // step, while products run. False: the tile sees no key.
   template <class EachStep>
-  __device__ __forceinline__ bool run(QueryTile const& tile, FragmentO& out, OnlineSoftmax& softmax,
+  __device__ __forceinline__ bool run(QueryTile const& tile, FragmentO& out, Softmax& softmax,
                                       EachStep each_step);
 
  private:
@@ -150,7 +156,7 @@ class MathRole {
     hide_columns(scores, thread_, limit);
   }
 
-  Fa3Params const& params_;
+  AttentionParams const& params_;
   Storage& smem_;
   int group_;   // of the math warpgroups
   int thread_;  // in the warpgroup
@@ -162,7 +168,7 @@ class MathRole {
 template <class Traits>
 template <class EachStep>
 __device__ __forceinline__ bool MathRole<Traits>::run(QueryTile const& tile, FragmentO& out,
-                                                      OnlineSoftmax& softmax, EachStep each_step) {
+                                                      Softmax& softmax, EachStep each_step) {
   using namespace cute;
   KeyCursor<Traits::kBlockN> cursor(params_.keys, tile.batch,
                                     tile_key_end<Traits::kCausal>(params_.keys, tile));
@@ -175,8 +181,8 @@ __device__ __forceinline__ bool MathRole<Traits>::run(QueryTile const& tile, Fra
   auto thread_qk = mma_qk.get_slice(0);
   auto thread_pv = mma_pv.get_slice(0);
   Tensor sQ = make_tensor(make_smem_ptr(smem_.q[group_]), typename Traits::LayoutQ{});  // (64,D)
-  Tensor sK = make_tensor(make_smem_ptr(smem_.k[0]), typename Traits::LayoutK{});       // (N,D,PIPE)
-  Tensor sVt = make_tensor(make_smem_ptr(smem_.v[0]), typename Traits::LayoutVt{});     // (D,N,PIPE)
+  Tensor sK = make_tensor(make_smem_ptr(smem_.k[0]), typename Traits::LayoutK{});    // (N,D,PIPE)
+  Tensor sVt = make_tensor(make_smem_ptr(smem_.v[0]), typename Traits::LayoutVt{});  // (D,N,PIPE)
   Tensor tSrQ = thread_qk.partition_fragment_A(sQ);   // (MMA,1,MMA_D)
   Tensor tSrK = thread_qk.partition_fragment_B(sK);   // (MMA,1,MMA_D,PIPE)
   Tensor tOrV = thread_pv.partition_fragment_B(sVt);  // (MMA,1,MMA_N,PIPE)
@@ -185,7 +191,7 @@ __device__ __forceinline__ bool MathRole<Traits>::run(QueryTile const& tile, Fra
   // P as operand A: eight consecutive scores are one thread's part of a 16-column step.
   Tensor tOrP = make_tensor<Element>(
       Layout<Shape<Shape<_2, _2, _2>, _1, Int<Traits::kBlockN / 16>>>{});  // ((2,2,2),1,N/16)
-  auto convert_probabilities = [&] {
+  auto take_probabilities = [&] {
     Tensor words = recast<uint32_t>(tOrP);
 #pragma unroll
     for (int i = 0; i < size(words); ++i) words(i) = pack<Element>(tSrS(2 * i), tSrS(2 * i + 1));
@@ -201,9 +207,9 @@ __device__ __forceinline__ bool MathRole<Traits>::run(QueryTile const& tile, Fra
   warpgroup_fence_operand(tSrS);
   release(smem_.k_empty[k_ring_.stage]);
   k_ring_.advance();
-  if (needs_mask(block, first_row)) mask(tSrS, block, first_row);
-  softmax.template step<true>(tSrS, rescale);
-  convert_probabilities();
+  if (__builtin_expect(needs_mask(block, first_row), 0)) mask(tSrS, block, first_row);
+  softmax.step(tSrS, rescale);
+  take_probabilities();
   clear(out);
 
   int32_t v_valid = block.num_valid;
@@ -214,7 +220,8 @@ __device__ __forceinline__ bool MathRole<Traits>::run(QueryTile const& tile, Fra
     turn_.take();
     issue_product<true>(mma_qk, tSrQ, tSrK(_, _, _, k_ring_.stage), tSrS);
     smem_.v_full[v_ring_.stage].wait(v_ring_.phase);
-    if (has_segments && v_valid < Traits::kBlockN) clear_hidden_values(v_ring_.stage, v_valid);
+    if (__builtin_expect(has_segments && v_valid < Traits::kBlockN, 0))
+      clear_hidden_values(v_ring_.stage, v_valid);
     issue_product<false>(mma_pv, tOrP, tOrV(_, _, _, v_ring_.stage), out);
     turn_.pass();
     each_step();
@@ -222,10 +229,8 @@ __device__ __forceinline__ bool MathRole<Traits>::run(QueryTile const& tile, Fra
     warpgroup_fence_operand(tSrS);
     release(smem_.k_empty[k_ring_.stage]);
     k_ring_.advance();
-    if (needs_mask(block, first_row)) mask(tSrS, block, first_row);
-    softmax.template step<false>(tSrS, rescale);
-    // Once maxima have settled the factors are exactly one.
-    bool const must_rescale = __any_sync(0xffffffff, rescale[0] != 1.0f || rescale[1] != 1.0f);
+    if (__builtin_expect(needs_mask(block, first_row), 0)) mask(tSrS, block, first_row);
+    bool const must_rescale = softmax.step(tSrS, rescale);
     v_valid = block.num_valid;
     // The wait for the next keys stands here because it branches: in a straight line the compiler
     // moves the wait for the products in front of the softmax, and nothing overlaps.
@@ -235,8 +240,8 @@ __device__ __forceinline__ bool MathRole<Traits>::run(QueryTile const& tile, Fra
     warpgroup_fence_operand(out);
     release(smem_.v_empty[v_ring_.stage]);
     v_ring_.advance();
-    convert_probabilities();
-    if (must_rescale) {
+    take_probabilities();
+    if (__builtin_expect(must_rescale, 0)) {
 #pragma unroll
       for (int e = 0; e < size(out); ++e) out(e) *= rescale[e / 2 % 2];
     }
@@ -244,7 +249,8 @@ __device__ __forceinline__ bool MathRole<Traits>::run(QueryTile const& tile, Fra
 
   release(smem_.q_empty[group_]);
   smem_.v_full[v_ring_.stage].wait(v_ring_.phase);
-  if (has_segments && v_valid < Traits::kBlockN) clear_hidden_values(v_ring_.stage, v_valid);
+  if (__builtin_expect(has_segments && v_valid < Traits::kBlockN, 0))
+    clear_hidden_values(v_ring_.stage, v_valid);
   issue_product<false>(mma_pv, tOrP, tOrV(_, _, _, v_ring_.stage), out);
   warpgroup_wait<0>();
   warpgroup_fence_operand(out);

@@ -1,9 +1,15 @@
-// Online softmax on fragments of scores, as in FlashAttention-3: base 2 with the scale folded into
-// one multiply-add, one running maximum and one running sum for each of a thread's two rows.
+// Online softmax on fragments of scores, base 2, with the scale folded into one multiply-add:
 //
-//   p = exp2(s * scale_log2 - max * scale_log2),   scale_log2 = scale * log2(e)
+//   p = exp2(s * scale_log2 - offset),   scale_log2 = scale * log2(e)
 //
-// Sums stay per thread until the end of the tile; maxima are shared by the four threads of a row.
+// offset is a reference for the row, at or below its true maximum so far by a bounded factor: it is
+// raised only when a score exceeds it by more than kSlack. The final division by the sum makes any
+// reference exact, so a row pays for a new maximum (a reduction over its four threads, a rescaled
+// output) only in the first few blocks, and exponentials need not wait for a maximum.
+//
+// A block is taken in three parts: while the exponentials of one part run on the special-function
+// unit, the maxima of the next part run beside them. Sums stay per thread until the end of the
+// tile.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -16,6 +22,27 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// 2^x on the multiply-add units, for x up to 120: split into integer and fraction by rounding, a
+// polynomial for the fraction (relative error 7.5e-5, below half a bfloat16 or float16 step), the
+// integer added to the exponent. Below -126 the result is the smallest normal number, not zero.
+__device__ __forceinline__ float exp2_polynomial(float x) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: integers end up in the low bits
+  x = fmaxf(x, -126.0f);
+  float const rounded = x + kRound;
+  float const fraction = x - (rounded - kRound);
+  float power = fmaf(0.05517167f, fraction, 0.24261112f);
+  power = fmaf(power, fraction, 0.69326099f);
+  power = fmaf(power, fraction, 0.99992807f);
+  return __int_as_float(__float_as_int(power) + (__float_as_int(rounded) << 23));
+}
+
+// A maximum that keeps NaN.
+__device__ __forceinline__ float max_nan(float a, float b) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+
 // Over the four threads that share a row of a fragment.
 template <class Combine>
 __device__ __forceinline__ float combine_quad(float x, Combine combine) {
@@ -23,43 +50,32 @@ __device__ __forceinline__ float combine_quad(float x, Combine combine) {
   return combine(x, __shfl_xor_sync(0xffffffff, x, 1));
 }
 
+// kColumns: of a block of scores; a thread holds kColumns / 2 of them in two rows (masks.cuh).
+// kPolynomial: eighths of the exponentials that the multiply-add units compute.
+template <int kColumns, int kPolynomial>
 class OnlineSoftmax {
  public:
-  __device__ __forceinline__ explicit OnlineSoftmax(float scale_log2) : scale_log2_(scale_log2) {}
+  static constexpr int kSize = kColumns / 2;
 
-  // Turns scores into probabilities in place. Returns by what the output so far must be multiplied.
-  // kFirst: there is no output yet. A row may have seen no key at all so far (maximum -inf): it
-  // counts from zero then, since -inf minus -inf is not a number.
-  template <bool kFirst, class Fragment>
-  __device__ __forceinline__ void step(Fragment& scores, float (&rescale)[2]) {
-    constexpr int kSize = decltype(cute::size(scores))::value;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      // Two chains of maxima per row: one alone is bound by latency.
-      float even = scores(2 * r), odd = scores(2 * r + 1);
-#pragma unroll
-      for (int e = 4; e < kSize; e += 4) {
-        even = fmaxf(even, scores(e + 2 * r));
-        odd = fmaxf(odd, scores(e + 2 * r + 1));
-      }
-      float block_max = combine_quad(fmaxf(even, odd), [](float a, float b) { return fmaxf(a, b); });
-      if constexpr (!kFirst) block_max = fmaxf(block_max, max_[r]);
-      float const offset = block_max == -INFINITY ? 0.0f : block_max * scale_log2_;
-      if constexpr (!kFirst) {
-        rescale[r] = exp2_approx(max_[r] * scale_log2_ - offset);
-        sum_[r] *= rescale[r];
-      } else {
-        sum_[r] = 0.0f;
-      }
-      max_[r] = block_max;
-      offset_[r] = offset;
-    }
-#pragma unroll
-    for (int e = 0; e < kSize; ++e) {
-      scores(e) = exp2_approx(scores(e) * scale_log2_ - offset_[e / 2 % 2]);
-    }
-#pragma unroll
-    for (int e = 0; e < kSize; ++e) sum_[e / 2 % 2] += scores(e);
+  __device__ __forceinline__ explicit OnlineSoftmax(float scale_log2)
+      : scale_log2_(scale_log2), slack_(kSlack / scale_log2) {}
+
+  // Turns scores into probabilities in place. `rescale`: by what the output so far must be
+  // multiplied. Returns false in the whole warp when that is one.
+  template <class Scores>
+  __device__ __forceinline__ bool step(Scores& scores, float (&rescale)[2]) {
+    bool raised = false;
+    float top[2];
+    find_top<0, kFirstEnd>(scores, top);
+    raised |= raise_if_needed<0>(scores, top, rescale, raised);
+    find_top<kFirstEnd, kSecondEnd>(scores, top);
+    exponentiate<0, kFirstEnd>(scores);
+    raised |= raise_if_needed<kFirstEnd>(scores, top, rescale, raised);
+    find_top<kSecondEnd, kSize>(scores, top);
+    exponentiate<kFirstEnd, kSecondEnd>(scores);
+    raised |= raise_if_needed<kSecondEnd>(scores, top, rescale, raised);
+    exponentiate<kSecondEnd, kSize>(scores);
+    return raised;
   }
 
   // After the last block: 1 / sum of each row (0 for a row without keys) and the natural logarithm
@@ -67,17 +83,86 @@ class OnlineSoftmax {
   __device__ __forceinline__ void finish(float (&inverse)[2], float (&lse)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float const sum = combine_quad(sum_[r], [](float a, float b) { return a + b; });
-      inverse[r] = sum == 0.0f ? 0.0f : 1.0f / sum;
-      lse[r] = sum == 0.0f ? -INFINITY : offset_[r] * 0.69314718f + __logf(sum);
+      float const sum =
+          combine_quad(sum_[r][0] + sum_[r][1], [](float a, float b) { return a + b; });
+      bool const empty = ceiling_[r] == -INFINITY;
+      inverse[r] = empty ? 0.0f : 1.0f / sum;
+      lse[r] = empty ? -INFINITY : offset_[r] * 0.69314718f + __logf(sum);
     }
   }
 
  private:
+  // Probabilities stay below 2^kSlack: far from the end of float16, whose rounding (like that of
+  // bfloat16) is relative.
+  static constexpr float kSlack = 8.0f;
+  // Elements of a thread before the end of the first and of the second part. The first is small:
+  // its maxima have nothing to hide behind.
+  static constexpr int kFirstEnd = 16;
+  static constexpr int kSecondEnd = kFirstEnd + (kSize - kFirstEnd) / 8 * 4;
+
+  // Maximum over a thread's elements [kBegin, kEnd) of each row, as two chains of half the length.
+  template <int kBegin, int kEnd, class Scores>
+  __device__ __forceinline__ void find_top(Scores const& scores, float (&top)[2]) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float even = scores(kBegin + 2 * r), odd = scores(kBegin + 2 * r + 1);
+#pragma unroll
+      for (int e = kBegin + 4; e < kEnd; e += 4) {
+        even = max_nan(even, scores(e + 2 * r));
+        odd = max_nan(odd, scores(e + 2 * r + 1));
+      }
+      top[r] = max_nan(even, odd);
+    }
+  }
+
+  template <int kBegin, int kEnd, class Scores>
+  __device__ __forceinline__ void exponentiate(Scores& scores) {
+#pragma unroll
+    for (int e = kBegin; e < kEnd; ++e) {
+      float const x = scores(e) * scale_log2_ - offset_[e / 2 % 2];
+      bool const polynomial = e / 4 * kPolynomial % 8 < kPolynomial;
+      scores(e) = polynomial ? exp2_polynomial(x) : exp2_approx(x);
+      sum_[e / 2 % 2][e % 2] += scores(e);
+    }
+  }
+
+  // Raises the references of the warp's rows when some score of the next part is too far above
+  // one, or is not a number (which then reaches the whole row). Elements [0, kDone) are
+  // probabilities already and follow. A row that has seen no key has a ceiling of -inf and an
+  // offset of zero, since -inf minus -inf is not a number.
+  template <int kDone, class Scores>
+  __device__ __forceinline__ bool raise_if_needed(Scores& scores, float const (&top)[2],
+                                                  float (&rescale)[2], bool raised) {
+    bool const below = top[0] <= ceiling_[0] && top[1] <= ceiling_[1];
+    if (__builtin_expect(__all_sync(0xffffffff, below), 1)) return false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float const row_top = combine_quad(top[r], max_nan);
+      // A row follows its own scores alone, so that results do not depend on which rows share a
+      // warp. Selects only: with a branch here the compiler takes the whole loop for divergent.
+      bool const empty = ceiling_[r] == -INFINITY;
+      bool const higher = !(row_top <= ceiling_[r]);
+      float const offset = higher ? row_top * scale_log2_ : offset_[r];
+      float const factor = empty ? 0.0f : exp2_approx(offset_[r] - offset);
+      offset_[r] = offset;
+      ceiling_[r] = higher ? row_top + slack_ : ceiling_[r];
+      rescale[r] = raised ? rescale[r] * factor : factor;
+      sum_[r][0] *= factor;
+      sum_[r][1] *= factor;
+#pragma unroll
+      for (int e = 0; e < kDone; e += 4) {
+        scores(e + 2 * r) *= factor;
+        scores(e + 2 * r + 1) *= factor;
+      }
+    }
+    return true;
+  }
+
   float scale_log2_;
-  float max_[2];
-  float offset_[2];
-  float sum_[2];
+  float slack_;  // kSlack in units of scores
+  float offset_[2] = {0.0f, 0.0f};
+  float ceiling_[2] = {-INFINITY, -INFINITY};
+  float sum_[2][2] = {};
 };
 
 }  // namespace xstage

@@ -24,13 +24,15 @@ struct ScoreAtom<Element, kHeadDim, 160> {
   using type = WgmmaN160<Element>;
 };
 
-template <class Element_, int kHeadDim_, int kBlockM_, int kBlockN_, bool kCausal_>
+template <class Element_, int kHeadDim_, int kBlockM_, int kBlockN_, bool kCausal_,
+          int kPolynomial_ = 0>
 struct Fa3Traits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kBlockM = kBlockM_;
   static constexpr int kBlockN = kBlockN_;
   static constexpr bool kCausal = kCausal_;
+  static constexpr int kPolynomial = kPolynomial_;  // eighths of the exponentials (softmax.cuh)
   static constexpr int kStages = 2;
 
   static constexpr int kMathGroups = kBlockM / kGroupRows;
@@ -43,8 +45,8 @@ struct Fa3Traits {
 
   // One warpgroup: 64 rows.
   using TilePV = cute::Shape<cute::Int<kGroupRows>, cute::Int<kHeadDim>, cute::Int<kBlockN>>;
-  using MmaQK = decltype(cute::make_tiled_mma(
-      typename ScoreAtom<Element, kHeadDim, kBlockN>::type{}));
+  using MmaQK =
+      decltype(cute::make_tiled_mma(typename ScoreAtom<Element, kHeadDim, kBlockN>::type{}));
   using MmaPV = decltype(cute::make_tiled_mma(
       cute::GMMA::rs_op_selector<Element, Element, float, TilePV, cute::GMMA::Major::K,
                                  cute::GMMA::Major::MN>()));

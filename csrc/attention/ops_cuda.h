@@ -1,0 +1,59 @@
+// CUDA operators of both attention generations: what they share. A generation is a table of
+// compiled kernels; checks, slots, tensor maps and the order of launches are the same.
+#pragma once
+
+#include "call.h"
+#include "params.h"
+
+namespace xstage::cuda {
+
+// One compiled kernel.
+struct Instance {
+  ScalarType dtype;
+  int head_dim;
+  bool causal;
+  int block_m;
+  int block_n;
+  void (*launch)(AttentionParams const& params, int num_blocks, cudaStream_t stream);
+};
+
+// The first instance that fits is the default of its head size, dtype and causality.
+using Generation = std::vector<Instance>;
+
+std::tuple<Tensor, Tensor> attention(char const* op, Generation const& generation, Tensor const& q,
+                                     Tensor const& k, Tensor const& v,
+                                     AttentionOptions const& options, int64_t head_phase,
+                                     std::vector<int64_t> const& plan_words);
+
+// Operands of one rank, in head form.
+struct RankOperands {
+  Tensor q;
+  Tensor k;
+  Tensor v;
+};
+
+struct RankResult {
+  Tensor out;
+  Tensor lse;
+};
+
+// One result per rank that this process plays. Launches: grant of the output slot, the attention
+// kernel of each rank, the wait for all ranks.
+std::vector<RankResult> attention_a2a(char const* op, Generation const& generation,
+                                      std::vector<RankOperands> const& operands,
+                                      AttentionOptions const& options,
+                                      std::vector<int64_t> const& plan_words,
+                                      std::vector<Workspace> const& workspaces);
+
+struct VirtualOperands {
+  std::vector<Tensor> q;
+  std::vector<Tensor> k;
+  std::vector<Tensor> v;
+};
+
+std::tuple<std::vector<Tensor>, std::vector<Tensor>> attention_a2a_virtual(
+    char const* op, Generation const& generation, VirtualOperands const& operands,
+    AttentionOptions const& options, std::vector<int64_t> const& plan_words,
+    std::vector<int64_t> const& workspace_words);
+
+}  // namespace xstage::cuda
