@@ -99,6 +99,19 @@ def test_layers_share_the_memory_of_one() -> None:
         assert outcome.facts["bytes"] < outcome.facts["one"] + 2048
 
 
+def test_layers_side_by_side_in_one_workspace() -> None:
+    for outcome in launch("moe.two_channels", 2):
+        assert outcome.code == 0, str(outcome)
+
+
+@pytest.mark.parametrize(
+    ("world", "groups"), [(4, [[0, 2], [1, 3]]), (3, [[0, 1]])], ids=["0,2 and 1,3", "0,1 of 3"]
+)
+def test_subgroups_then_world(world: int, groups: list[list[int]]) -> None:
+    for outcome in launch("moe.subgroups", world, groups=groups, limit_s=120):
+        assert outcome.code == 0, str(outcome)
+
+
 # --- one process --------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from xstage_ext import MegaMoE, SymmetricWorkspace, reference
 from xstage_ext.errors import PeerError
 from xstage_ext.planner.megamoe import MegaMoePlan
+from xstage_ext.workspace import region_bytes
 
 from .scenarios import Place, report, reported
 
@@ -55,8 +56,9 @@ def tokens(rank: int, call: int, count: int) -> tuple[torch.Tensor, torch.Tensor
 def layer(place: Place, **options: Any) -> MegaMoE:
     """This rank's part of the layer, weights loaded, not prepared."""
     moe = MegaMoE(**SHAPE, device=place.device, **options)
-    local = SHAPE["num_experts"] // place.world
-    mine = slice(place.rank * local, (place.rank + 1) * local)
+    local = moe.problem.experts_per_rank
+    rank = dist.get_rank(moe.group)
+    mine = slice(rank * local, (rank + 1) * local)
     w13, w2 = weights()
     moe.w13.data.copy_(w13[mine])
     moe.w2.data.copy_(w2[mine])
@@ -165,3 +167,33 @@ def shared_layers(place: Place, count: int) -> None:
     assert isinstance(plan, MegaMoePlan)
     assert first._lease is not None
     report(bytes=first._lease.workspace.nbytes, one=plan.bytes())
+
+
+@grouped
+def two_channels(place: Place) -> None:
+    """Two layers of different plans in one workspace, called in turns."""
+    one, two = layer(place), layer(place, name="two", plan={"schedule": 1, "num_sms": 6})
+    nbytes = region_bytes([one.bytes(), two.bytes()])
+    with SymmetricWorkspace(None, nbytes, device=place.device) as workspace:
+        one.prepare(workspace)
+        two.prepare(workspace)
+        for call in range(4):
+            given = tokens(place.rank, call, 90)
+            assert torch.equal(one(*given), two(*given))
+            assert_right(one, *given)
+        one.close()
+        two.close()
+
+
+@grouped
+def subgroups(place: Place, groups: list[list[int]]) -> None:
+    """Groups of ranks side by side, each with a layer of its own; then the whole world."""
+    made = [dist.new_group(ranks, backend="gloo") for ranks in groups]
+    for ranks, group in zip(groups, made, strict=True):
+        if place.rank in ranks:
+            moe = layer(place, group=group)
+            for call in range(3):
+                assert_right(moe, *tokens(place.rank, call, 50 + place.rank))
+            moe.close()
+    dist.barrier()
+    assert_right(layer(place), *tokens(place.rank, 9, 70))
