@@ -18,7 +18,7 @@ from .errors import CalibrationError
 
 FloatArray = npt.NDArray[np.float64]
 BYTES_PER_US_PER_GBPS = 1e3
-RESAMPLES = 200
+RESAMPLES = 120
 CONFIDENCE = 0.95
 
 
@@ -232,7 +232,7 @@ def agreement(first: Estimate, second: Estimate) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class ShadowFit:
-    """Latency = max(base, min((V - passed)/R - delay, K cross/R)).
+    """Latency = base + c tanh(w / c) with w = max(0, (V - passed)/R - delay), c = K cross/R.
 
     Attributes
     ----------
@@ -258,10 +258,11 @@ class ShadowFit:
         """Latency in us."""
         passed = np.interp(K, self.producers, self.passed_bytes)
         rate = rate_GBps * BYTES_PER_US_PER_GBPS
-        wait = np.maximum(0.0, (K * nbytes - passed) / rate - delay_us)
+        wait = np.maximum(0.0, np.maximum(0.0, K * nbytes - passed) / rate - delay_us)
         if self.cross_bytes is not None:
-            wait = np.minimum(wait, K * self.cross_bytes / rate)
-        return np.maximum(self.base_us, wait)
+            ceiling = np.maximum(K * self.cross_bytes / rate, 1e-9)
+            wait = ceiling * np.tanh(wait / ceiling)
+        return np.asarray(self.base_us + wait)
 
 
 def shadow(
@@ -290,19 +291,22 @@ def shadow(
         return ShadowFit(base_us, nodes, np.asarray(p[: len(nodes)] * 1e6), cross, np.nan)
 
     best: tuple[float, ShadowFit] | None = None
-    for ceiling in (False, True):
-        start = [0.3] * len(nodes) + ([8.0] if ceiling else [])
+    # Several starts: the ceiling and what has passed trade against each other.
+    starts = [(p, c) for p in (0.2, 0.8) for c in (None, 5.0, 25.0, 80.0)]
+    for passed_start, ceiling_start in starts:
+        ceiling = ceiling_start is not None
+        start = [passed_start] * len(nodes) + ([ceiling_start] if ceiling else [])
 
         def residual(p: FloatArray, ceiling: bool = ceiling) -> FloatArray:
             return np.asarray((make(p, ceiling).predict(k, b, d, r) - y) / scale)
 
-        low = [-10.0] * len(nodes) + ([0.1] if ceiling else [])
+        low = [0.0] * len(nodes) + ([0.1] if ceiling else [])
         high = [50.0] * len(nodes) + ([1e3] if ceiling else [])
         fit = optimize.least_squares(
             residual, start, loss="soft_l1", bounds=(low, high), diff_step=1e-3
         )
-        # A ceiling must earn its parameter.
-        cost = float(fit.cost) * (1.0 if ceiling else 0.8)
+        # A ceiling must earn its parameter: the cost is half a chi-square.
+        cost = float(fit.cost) + (2.0 if ceiling else 0.0)
         if best is None or cost < best[0]:
             best = (cost, make(fit.x, ceiling))
     assert best is not None

@@ -153,7 +153,7 @@ def _shadow_rows(session: Session) -> list[Row]:
     for probe in PROBES:
         rows += _measure.shadow_rows(bench, Point("st", 0, 4096), probe, SHADOW_DELAYS_US)
         for mechanism in MECHANISMS:
-            for K in (round(bench.num_sms / 4), bench.num_sms):
+            for K in (round(bench.num_sms / 4), bench.num_sms // 2, bench.num_sms):
                 for nbytes in SHADOW_BYTES:
                     point = Point(mechanism, K, nbytes)
                     rows += _measure.shadow_rows(bench, point, probe, SHADOW_DELAYS_US)

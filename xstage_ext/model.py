@@ -152,6 +152,15 @@ class BurstGap:
             self._T0, np.maximum(self.drain_us - _floats(G_us), self.capacity_term_us)
         )
 
+    def free_running(self, G_us: FloatLike) -> FloatArray:
+        """T_iss of a settled train that nothing holds in step: max(T0, V/R - G), in us.
+
+        Producers are not served equally, so a train that begins in step is out of step after a few
+        bursts: its bytes then come evenly over the period, and one burst no longer overfills the
+        pipe. `steady` is for bursts that something aligns (a barrier, a wave, equal tiles).
+        """
+        return self.two_term(G_us)
+
     def period(self, G_us: FloatLike) -> FloatArray:
         """Time from burst to burst, T_iss + G, in us."""
         return np.asarray(self.steady(G_us) + _floats(G_us))
@@ -253,14 +262,17 @@ def shadow_us(
 
     The operation waits for the burst bytes that are queued before it and have not left: all of them
     in one queue, at most `cross_bytes` per producer when store and operation use different paths.
+    The wait approaches that ceiling smoothly, since SMs are not served equally and some are done
+    before the others: ceiling * tanh(remaining / ceiling).
     """
     k = _floats(K)
     volume = k * _floats(B_bytes)
     queued = np.maximum(0.0, volume - shadow.passed_bytes(k))
     remaining = np.maximum(0.0, drain_us(queued, R_GBps) - _floats(delay_us))
     if shadow.cross_bytes is not None:
-        remaining = np.minimum(remaining, drain_us(k * shadow.cross_bytes, R_GBps))
-    return np.maximum(shadow.base_us, remaining)
+        ceiling = np.maximum(drain_us(k * shadow.cross_bytes, R_GBps), 1e-9)
+        remaining = ceiling * np.tanh(remaining / ceiling)
+    return np.asarray(shadow.base_us + remaining)
 
 
 def burst_shadow(

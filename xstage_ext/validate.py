@@ -101,7 +101,7 @@ def predict(profile: MachineProfile, held: Held, bench: BenchGap) -> Row:
     pause = np.inf if in_step else gap
     T0 = float(np.asarray(law.T0_us))
     predicted = {
-        "ours": float(law.steady(pause) if in_step else law.two_term(pause)),
+        "ours": float(law.steady(pause) if in_step else law.free_running(pause)),
         "completion_coupled": float(law.completion_coupled()),
         "unbounded_async": T0,
         "rate_only": float(law.rate_only(pause)),

@@ -8,7 +8,8 @@
 // Stamps     int32 clock cycles since the block's origin, four per burst:
 //              begin   before the first store
 //              issued  all stores handed over: the last STG issued, or the last copy committed
-//              free    the source may be reused: = issued for kSt, wait_group.read for copies
+//              free    the SM may go on: the load-store unit is free again (kSt), or the source
+//                      may be reused (wait_group.read)
 //              done    fence only: everything visible (copies: wait_group, then a fence); else =
 //              free
 //            Earliest begin and latest end over the warps. The clock is read by volatile asm, and
@@ -190,7 +191,7 @@ struct BurstShared {
   int64_t warp_begin[2][kBurstWarps];
   int64_t warp_issued[2][kBurstWarps];
   int64_t warp_done[2][kBurstWarps];
-  int64_t copy_free[2];  // copies only: the issuing thread saw its source free
+  int64_t warp_free[2][kBurstWarps];
 };
 
 // Fills the slab with the pattern that copies send.
@@ -281,6 +282,15 @@ __device__ __forceinline__ void issue_tensor(BurstParams const& params, BurstSha
   bulk_commit();
 }
 
+// Shared memory and back, behind the stores in the queue of the load-store unit. The last STG
+// counts as issued while it still waits there; only what comes behind it feels the queue.
+__device__ __forceinline__ void load_store_round_trip(BurstShared& shared) {
+  uint32_t volatile* const word = reinterpret_cast<uint32_t volatile*>(shared.slab) + threadIdx.x;
+  *word = threadIdx.x;
+  uint32_t const back = *word;
+  *word = back + 1;  // needs `back`, so the clock behind it is read after the round trip
+}
+
 // One burst of this block, with each warp's stamps in `shared`. All kBurstThreads call it.
 template <Mechanism kMechanism>
 __device__ __forceinline__ void burst_once(BurstParams const& params, BurstShared& shared,
@@ -299,12 +309,15 @@ __device__ __forceinline__ void burst_once(BurstParams const& params, BurstShare
       *reinterpret_cast<uint32_t volatile*>(shared.slab + threadIdx.x * 4) = sum;
     }
     issued = clock_now();
+    load_store_round_trip(shared);
+    int64_t const free = clock_now();
     if (plan.fence) fence_acq_rel_sys();
     done = clock_now();
     if (threadIdx.x % 32 == 0) {
       int const warp = threadIdx.x / 32;
       shared.warp_begin[parity][warp] = begin;
       shared.warp_issued[parity][warp] = issued;
+      shared.warp_free[parity][warp] = free;
       shared.warp_done[parity][warp] = done;
     }
   } else if (threadIdx.x == 0) {
@@ -326,7 +339,7 @@ __device__ __forceinline__ void burst_once(BurstParams const& params, BurstShare
     }
     done = clock_now();
     shared.warp_begin[parity][0] = begin;
-    shared.copy_free[parity] = free;
+    shared.warp_free[parity][0] = free;
     shared.warp_issued[parity][0] = issued;
     shared.warp_done[parity][0] = done;
   }
@@ -338,15 +351,15 @@ __device__ __forceinline__ int4 collect_stamps(BurstShared const& shared, int pa
   int64_t begin = shared.warp_begin[parity][0];
   int64_t issued = shared.warp_issued[parity][0];
   int64_t done = shared.warp_done[parity][0];
-  int64_t free = shared.copy_free[parity];
+  int64_t free = shared.warp_free[parity][0];
   if constexpr (kMechanism == Mechanism::kSt || kMechanism == Mechanism::kPull) {
 #pragma unroll
     for (int w = 1; w < kBurstWarps; ++w) {
       begin = min_of(begin, shared.warp_begin[parity][w]);
       issued = max_of(issued, shared.warp_issued[parity][w]);
+      free = max_of(free, shared.warp_free[parity][w]);
       done = max_of(done, shared.warp_done[parity][w]);
     }
-    free = issued;
   }
   int64_t const origin = shared.origin.clock;
   return {static_cast<int>(begin - origin), static_cast<int>(issued - origin),

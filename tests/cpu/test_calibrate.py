@@ -1,0 +1,433 @@
+"""`xstage calibrate`, `validate` and `doctor` without a GPU: synthetic machines of a known law."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from xstage_ext import _gpu_facts, _scores, calibrate, doctor, machine, validate
+from xstage_ext._measure import Row, label
+from xstage_ext.burst import BurstLoopPlan, BurstPlan, Point, burst_plan, largest_row
+from xstage_ext.errors import CalibrationError, ProfileError
+from xstage_ext.planner import wire
+
+NUM_SMS = 132
+TRUTH = {"st": (372.0, 2.8e6), "bulk": (374.0, 1.3e6), "tma": (370.0, 1.2e6)}
+VISIBILITY_US = 1.4
+SHADOW_PASSED = 0.6e6
+CROSS = {"st": None, "bulk": 6500.0, "tma": 6500.0}
+
+
+def T0(nbytes: float) -> float:
+    return 0.08 + nbytes / 60e3
+
+
+def R(mechanism: str, K: int) -> float:
+    return min(51.0 * K, TRUTH[mechanism][0])
+
+
+def Q(mechanism: str, K: int) -> float:
+    return TRUTH[mechanism][1] * K / NUM_SMS
+
+
+def burst_row(kind: str, point: Point, both: bool = False) -> Row:
+    """What a machine that obeys the law would show for one point."""
+    K, V = point.producers, point.volume
+    rate = R(point.mechanism, K) * (0.98 if both else 1.0)
+    base = T0(point.nbytes)
+    drain = V / rate / 1e3
+    row = label(point, kind)
+    if kind == "isolated" and not point.local:
+        mean = max(base, (V - Q(point.mechanism, K)) / rate / 1e3)
+        slow = max(base, (V - Q(point.mechanism, K) / 3) / rate / 1e3)
+        visible = max(base, drain) + VISIBILITY_US
+        row |= {"mean": mean, "slowest": slow, "median": mean}
+        row |= {"visible_mean": visible, "visible_slowest": visible}
+        return row
+    period = base + point.gap_us if point.local else max(base + point.gap_us, drain)
+    T = period - point.gap_us
+    row |= {"mean": T, "median": T, "R_GBps": V / period / 1e3}
+    row["backlog_us"] = Q(point.mechanism, K) / rate / 1e3 + VISIBILITY_US
+    row["gap_seen_us"] = point.gap_us
+    return row
+
+
+def machine_rows(noise: float, outliers: bool = False) -> list[Row]:
+    rng = np.random.default_rng(8)
+    rows = []
+    for number in range(3):
+        for kind, point in calibrate.fitted_points(NUM_SMS):
+            rows.append(burst_row(kind, point) | {"round": number})
+    for mechanism in TRUTH:
+        for K in (33, NUM_SMS):
+            for _ in range(6):
+                rows.append(burst_row("both", Point(mechanism, K, 65536), both=True))
+    for probe in ("load", "atomic", "bulk_load", "tma_load"):
+        for delay in calibrate.SHADOW_DELAYS_US:
+            rows.append(shadow_row(Point("st", 0, 4096), probe, delay))
+            for mechanism in TRUTH:
+                for K in (33, NUM_SMS):
+                    for nbytes in calibrate.SHADOW_BYTES:
+                        rows.append(shadow_row(Point(mechanism, K, nbytes), probe, delay))
+    for row in rows:
+        for key in ("mean", "median", "slowest", "visible_mean", "visible_slowest", "R_GBps"):
+            if key in row:
+                row[key] *= 1 + noise * rng.standard_normal()
+    if outliers:
+        for index in rng.choice(len(rows), 12, replace=False):
+            for key in ("mean", "median", "visible_slowest"):
+                if key in rows[index]:
+                    rows[index][key] *= 10
+    rng.shuffle(rows)
+    return rows
+
+
+def shadow_row(point: Point, probe: str, delay: float) -> Row:
+    latency = 0.3
+    if point.producers:
+        rate = R(point.mechanism, point.producers) * 1e3
+        passed = SHADOW_PASSED * point.producers / NUM_SMS
+        wait = max(0.0, (point.volume - passed) / rate - delay)
+        cross = CROSS[point.mechanism]
+        if cross is not None:
+            ceiling = point.producers * cross / rate
+            wait = ceiling * math.tanh(wait / ceiling)
+        latency += wait
+    return label(point, "shadow") | {"probe": probe, "delay_us": delay, "median": latency}
+
+
+RATES = {
+    "matrix_bf16_tflops": 745.0,
+    "hbm_GBps": 4055.0,
+    "pull_GBps": 371.0,
+    "copy_engine_GBps": 385.0,
+}
+
+
+def environment() -> dict[str, Any]:
+    return {
+        "gpu": {
+            "name": "NVIDIA H200",
+            "capability": "9.0",
+            "num_sms": NUM_SMS,
+            "sm_clock_mhz": 1980.0,
+            "power_limit_w": 700.0,
+            "l2_bytes": 62914560,
+            "smem_bytes": 232448,
+            "link": "NV18",
+            "link_nominal_GBps": 478.1,
+            "driver": "580",
+        },
+        "world": 2,
+        "command": "xstage calibrate",
+        "date": "2026-01-01T00:00:00+00:00",
+    }
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["noise", "noise and outliers"])
+def calibration(request: pytest.FixtureRequest) -> calibrate.Calibration:
+    return calibrate.fit(machine_rows(0.03, request.param), RATES, environment(), "synthetic")
+
+
+def test_parameters_within_five_percent(calibration: calibrate.Calibration) -> None:
+    for name in TRUTH:
+        found = calibration.profile.mechanism(name)
+        for K in (66, NUM_SMS):
+            assert float(found.R_GBps(K)) == pytest.approx(R(name, K), rel=0.05)
+        # Too few producers to fill the link: only the slope of a few us tells, 3% of noise each.
+        for K in (1, 8):
+            assert float(found.R_GBps(K)) == pytest.approx(R(name, K), rel=0.10)
+        # Q is a small difference of large volumes: noise of 3% in time is noise in V, not in Q.
+        for K in (66, NUM_SMS):
+            assert abs(float(found.Q_bytes(K)) - Q(name, K)) < 0.03 * K * 65536
+        for nbytes in (2048, 32768, 131072):
+            assert float(found.T0_us(NUM_SMS, nbytes)) == pytest.approx(T0(nbytes), rel=0.05)
+        assert found.R_both_GBps is not None
+        assert float(found.R_both_GBps(NUM_SMS)) == pytest.approx(0.98 * R(name, 132), rel=0.05)
+
+
+def test_every_parameter_has_an_interval_and_a_second_route(
+    calibration: calibrate.Calibration,
+) -> None:
+    for name in TRUTH:
+        intervals = calibration.profile.mechanism(name).intervals
+        assert intervals["R_GBps@132"].low <= R(name, 132) * 1.02
+        assert intervals["R_GBps@132"].high >= R(name, 132) * 0.98
+        for quantity in (f"{name}/R_GBps@132", f"{name}/Q_bytes@132", f"{name}/T0_us@132,32768"):
+            routes = {f.estimate.route for f in calibration.findings if f.quantity == quantity}
+            assert len(routes) == 2, quantity
+
+
+def test_shadow_is_recovered(calibration: calibrate.Calibration) -> None:
+    assert max(calibration.shadow_errors.values()) < 0.2
+    assert calibration.profile.shadow["st/load"].cross_bytes is None
+    assert calibration.profile.shadow["bulk/load"].cross_bytes == pytest.approx(6500, rel=0.1)
+
+
+def test_files_round_trip_and_refit(
+    calibration: calibrate.Calibration, tmp_path: pathlib.Path
+) -> None:
+    written = calibration.save(tmp_path / "synthetic.json")
+    assert [path.suffix for path in written] == [".json", ".json"] + [".png"] * 4
+    assert all(path.stat().st_size > 1000 for path in written)
+    loaded = machine.load(tmp_path / "synthetic.json")
+    assert loaded == calibration.profile
+    assert loaded.provenance == "measured"
+    again = calibrate.refit(tmp_path / "synthetic.calibration.json", tmp_path / "synthetic.json")
+    assert again.profile == calibration.profile
+
+
+def test_a_profile_of_another_gpu_is_refused(calibration: calibrate.Calibration) -> None:
+    with pytest.raises(ProfileError, match="describes NVIDIA H200, this GPU is NVIDIA H100"):
+        calibration.profile.require("NVIDIA H100 80GB HBM3")
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text('{"rows": []}')
+    with pytest.raises(CalibrationError, match="expected a file of `xstage calibrate`"):
+        calibrate.refit(path, tmp_path / "y.json")
+
+
+def test_too_few_rows_are_refused() -> None:
+    rows = [row for row in machine_rows(0.0) if row["kind"] != "plateau" or row["B"] == 1024]
+    with pytest.raises(CalibrationError, match="3 or more sizes"):
+        calibrate.fit(rows, RATES, environment(), "synthetic")
+
+
+def test_nothing_held_out_was_fitted(calibration: calibrate.Calibration) -> None:
+    fitted = {
+        (kind, p.mechanism, p.producers, p.nbytes, p.gap_us)
+        for kind, p in calibrate.fitted_points(NUM_SMS)
+    }
+    held = validate.held_out_points(calibration.profile)
+    assert len(held) > 500
+    assert {h.family for h in held} == set(validate.FAMILIES)
+    for h in held:
+        kind = "isolated" if h.family == "aligned" else "train"
+        p = h.point
+        assert (kind, p.mechanism, p.producers, p.nbytes, p.gap_us) not in fitted
+
+
+def test_held_out_points_are_always_the_same(calibration: calibrate.Calibration) -> None:
+    first, second = (validate.held_out_points(calibration.profile) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        assert (a.family, a.point.nbytes, a.point.gap_us) == (
+            b.family,
+            b.point.nbytes,
+            b.point.gap_us,
+        )
+        if a.point.gaps_us is not None:
+            assert np.array_equal(a.point.gaps_us, b.point.gaps_us)
+
+
+def test_every_plan_is_accepted_by_the_binary(calibration: calibrate.Calibration) -> None:
+    wire.verify("burst", BurstPlan)
+    wire.verify("burst_loop", BurstLoopPlan)
+    points = [point for _, point in calibrate.fitted_points(NUM_SMS)]
+    points += [held.point for held in validate.held_out_points(calibration.profile)]
+    for point in points:
+        plan = burst_plan(point, 0, 2, 1980.0)
+        assert plan.bytes % plan.chunk_bytes == 0
+        assert plan.chunk_bytes & (plan.chunk_bytes - 1) == 0
+        if point.mechanism == "tma":
+            rows = plan.bytes // plan.chunk_bytes
+            assert rows % min(64, rows) == 0
+        wire.pack("burst", plan)
+
+
+def test_destinations_of_a_plan() -> None:
+    assert burst_plan(Point("st", 4, 1024), 1, 2, 1980.0).destinations == 1
+    assert burst_plan(Point("st", 4, 1024, local=True), 1, 2, 1980.0).destinations == 2
+    several = Point("st", 4, 1024, destinations=(0, 2, 3))
+    assert burst_plan(several, 1, 4, 1980.0).destinations == 0b1101
+    assert largest_row(24576, 4096) == 4096
+    assert largest_row(4096 + 256, 4096) == 256
+
+
+def test_law_in_step_and_free_running(calibration: calibrate.Calibration) -> None:
+    bench = validate.BenchGap(0.3, 0.1)
+    point = Point("st", NUM_SMS, 49152, gap_us=60.0)
+    free = validate.predict(calibration.profile, validate.Held("train", point), bench)["predicted"]
+    step = validate.predict(calibration.profile, validate.Held("aligned", point), bench)[
+        "predicted"
+    ]
+    assert free["ours"] == pytest.approx(T0(49152), rel=0.1)
+    assert step["ours"] == pytest.approx((NUM_SMS * 49152 - 2.8e6) / 372e3, rel=0.1)
+    assert free["three_term"] == pytest.approx(step["ours"], rel=1e-9)
+    assert step["completion_coupled"] > step["ours"] > step["unbounded_async"]
+
+
+def test_gaps_of_the_bench() -> None:
+    bench = validate.BenchGap(0.5, 0.1)
+    assert bench.mean(0.0) == 0.5
+    assert bench.mean(5.0) == pytest.approx(5.1)
+    assert bench.mean(np.array([[0.0, 10.0]])) == pytest.approx((0.5 + 10.1) / 2)
+
+
+def held_rows() -> list[Row]:
+    rows = []
+    for index, family in enumerate(("train", "train", "aligned", "both")):
+        measured = {"mean": 1.0 + index, "R_GBps": 371.0}
+        rows.append(
+            {
+                "family": family,
+                "mechanism": "st",
+                "K": NUM_SMS,
+                "B": 32768,
+                "gap_us": 2.0,
+                "T0_us": 0.5,
+                "V_over_R_us": 11.6,
+                "predicted": {law: 1.0 + index + (law != "ours") for law in validate.LAWS},
+                "measured": measured,
+            }
+        )
+    return rows
+
+
+def test_scores(calibration: calibrate.Calibration, tmp_path: pathlib.Path) -> None:
+    shadows = [
+        {
+            "mechanism": "st", "probe": "load", "K": 132, "B": 24576, "delay_us": 1.5,
+            "base_us": 0.2, "predicted_us": 5.5, "measured_us": 5.0,
+        }
+    ]  # fmt: skip
+    scores = _scores.score(held_rows(), shadows, calibration.profile)
+    assert scores["all"]["ours"]["mae_us"] == 0.0
+    assert scores["all"]["two_term"]["bias_us"] == 1.0
+    assert scores["all"]["ours"]["onset_right"] == 1.0
+    assert scores["rate"]["points"] == 3
+    assert scores["shadow_all"]["median"] == pytest.approx(0.1)
+    report = _scores.markdown(scores, calibration.profile, validate.FAMILIES)
+    assert "| MAE of the mean issue time | 0.5 us | 0.00 us |" in report
+    _scores.picture(held_rows(), calibration.profile, tmp_path / "scores.png")
+    assert (tmp_path / "scores.png").stat().st_size > 1000
+    json.dumps(scores)
+
+
+def test_onset_is_scored_as_a_classifier() -> None:
+    predicted = np.array([1.0, 0.1, 1.0, 0.1])
+    measured = np.array([1.0, 1.0, 0.1, 0.1])
+    s = _scores.law_scores(predicted, measured, np.full(4, 0.1))
+    assert (s["onset_right"], s["onset_precision"], s["onset_recall"]) == (0.5, 0.5, 0.5)
+
+
+def facts(**changes: Any) -> _gpu_facts.GpuFacts:
+    values: dict[str, Any] = {
+        "name": "NVIDIA H200", "uuid": "GPU-1234567890", "driver": "580", "sm_clock_mhz": 1980.0,
+        "sm_clock_max_mhz": 1980.0, "power_limit_w": 700.0, "utilization_percent": 0.0,
+        "memory_used_mib": 500.0, "links_GBps": (26.562,) * 18, "others": (),
+    }  # fmt: skip
+    return _gpu_facts.GpuFacts(**(values | changes))
+
+
+def verdicts(checks: list[doctor.Check]) -> set[str]:
+    return {check.verdict for check in checks}
+
+
+def test_doctor_is_content_with_a_healthy_machine(calibration: calibrate.Calibration) -> None:
+    assert verdicts(doctor.check_facts([facts(), facts()], calibration.profile)) == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"links_GBps": (26.562,) * 10}, "10 links are up, profile says NV18"),
+        ({"links_GBps": ()}, "no active NVLink"),
+        ({"power_limit_w": 400.0}, "limited to 400 W"),
+        ({"others": (4711,)}, "used by other processes: 4711"),
+        ({"utilization_percent": 98.0}, "98% busy"),
+        ({"name": "NVIDIA H100"}, "this GPU is NVIDIA H100"),
+    ],
+)
+def test_doctor_says_what_is_off(
+    calibration: calibrate.Calibration, changes: dict[str, Any], words: str
+) -> None:
+    checks = doctor.check_facts([facts(**changes)], calibration.profile)
+    assert any(words in check.text and check.verdict != "ok" for check in checks), checks
+
+
+def test_doctor_finds_a_slow_link(calibration: calibrate.Calibration) -> None:
+    seen = {
+        "clock_mhz": 1980.0, "T0_local_us": 0.6, "T0_local_expected_us": 0.6,
+        "matrix_tflops": 740.0, "visible_us": 1.4, "visible_expected_us": 1.4,
+        "rates": [{"st": 371.0, "bulk": 372.0, "both": 366.0},
+                  {"st": 210.0, "bulk": 212.0, "both": 205.0}],
+    }  # fmt: skip
+    checks = doctor.check_measured(seen, calibration.profile)
+    wrong = {check.what for check in checks if check.verdict == "wrong"}
+    assert wrong == {
+        "rank 1 to the next, st", "rank 1 to the next, bulk", "rank 1, all ranks sending",
+    }  # fmt: skip
+    text = next(check.text for check in checks if check.what == "rank 1 to the next, st")
+    assert text.startswith("210 GB/s, profile 37")
+    assert "below what it should be" in text
+
+
+def test_doctor_compares_both_ways() -> None:
+    assert doctor.compare("x", 99.0, 100.0, "u", "h").verdict == "ok"
+    assert doctor.compare("x", 90.0, 100.0, "u", "h").verdict == "warning"
+    assert doctor.compare("x", 60.0, 100.0, "u", "h").verdict == "wrong"
+    assert doctor.compare("x", 60.0, 100.0, "u", "h", more_is_better=False).verdict == "ok"
+    assert doctor.compare("x", 130.0, 100.0, "u", "h", more_is_better=False).verdict == "wrong"
+
+
+def test_links_are_parsed() -> None:
+    text = "GPU 0: NVIDIA H200 (UUID: GPU-1)\n\t Link 0: 26.562 GB/s\n\t Link 1: <inactive>\n"
+    assert _gpu_facts.parse_links(text) == (26.562,)
+
+
+BURST_SASS = """
+        .section .text._ZN6xstage12burst_kernelILNS_9MechanismE{m}EEEvNS_11BurstParamsE
+ BAR.SYNC.DEFER_BLOCKING 0x0 ;
+ {first} R2, SR_CLOCKLO ;
+ {store} ;
+ {store} ;
+ CS2R R4, SR_CLOCKLO ;
+ MEMBAR.ALL.SYS ;
+ CS2R R6, SR_CLOCKLO ;
+ BAR.SYNC.DEFER_BLOCKING 0x0 ;
+"""
+STORE = {"0": "STG.E.128 [R2], R4", "1": "UBLKCP.G.S [UR4], [UR6], UR8",
+         "2": "UTMASTG.2D [UR8], [UR4]", "3": "LDG.E.128.STRONG.SYS R4, [R2]"}  # fmt: skip
+
+
+@pytest.fixture
+def burst_sass(repository: pathlib.Path) -> Any:
+    sys.path.insert(0, str(repository / "tools"))
+    import burst_sass as tool
+
+    yield tool
+    sys.path.remove(str(repository / "tools"))
+
+
+def sass(first: str = "CS2R") -> str:
+    text = ""
+    for kind in ("12burst", "13shadow"):
+        for m, store in STORE.items():
+            text += BURST_SASS.format(m=m, first=first, store=store).replace("12burst", kind)
+    return text
+
+
+def test_sass_check_accepts_clocks_around_stores(burst_sass: Any) -> None:
+    assert burst_sass.faults(sass()) == []
+
+
+def test_sass_check_refuses_a_clock_that_waits_in_the_queue(burst_sass: Any) -> None:
+    faults = burst_sass.faults(sass(first="S2UR"))
+    assert any("clock read by S2UR" in fault for fault in faults)
+
+
+def test_sass_check_refuses_a_kernel_that_is_missing(burst_sass: Any) -> None:
+    assert any("not in the listing" in fault for fault in burst_sass.faults(""))
+
+
+def test_sass_check_refuses_stores_without_a_clock_before(burst_sass: Any) -> None:
+    text = sass().replace(" CS2R R2, SR_CLOCKLO ;\n", "")
+    assert any("no burst between two clocks" in fault for fault in burst_sass.faults(text))
