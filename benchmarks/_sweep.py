@@ -88,6 +88,13 @@ class Config:
             remote_share=self.remote_share,
         )
 
+    @property
+    def law_text(self) -> str:
+        """How experts are drawn."""
+        if self.law == "balanced":
+            return "all experts of a rank alike"
+        return f"{self.law} of exponent {self.exponent:g} over each rank's experts"
+
     def draw(self) -> Routing:
         """Expert choices of all ranks, the same for every arm."""
         return make_routing(

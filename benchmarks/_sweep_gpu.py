@@ -110,9 +110,10 @@ def measure(
 ) -> list[_report.Row]:
     """Check and time every arm of a configuration; all ranks call it."""
     routing = config.draw()
-    ids = torch.from_numpy(routing.topk_idx[rank]).cuda()
-    weights = torch.from_numpy(routing.topk_weights[rank]).cuda()
-    generator = torch.Generator("cuda").manual_seed(config.seed * 16 + rank)
+    device = workspace.device
+    ids = torch.from_numpy(routing.topk_idx[rank]).to(device)
+    weights = torch.from_numpy(routing.topk_weights[rank]).to(device)
+    generator = torch.Generator(device).manual_seed(config.seed * 16 + rank)
     local, hidden, inner = (
         config.num_experts // config.world,
         config.hidden,
@@ -120,8 +121,8 @@ def measure(
     )
 
     def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
-        values = torch.randn(*shape, generator=generator, device="cuda", dtype=torch.bfloat16)
-        return values.mul_(scale)
+        values = torch.randn(*shape, generator=generator, device=device)
+        return values.mul_(scale).bfloat16()
 
     x = normal(config.tokens, hidden)
     w13 = normal(local, 2 * inner, hidden, scale=hidden**-0.5)
@@ -173,6 +174,7 @@ def _layer(
         hidden=config.hidden,
         intermediate=config.intermediate,
         max_tokens=config.tokens,
+        device=workspace.device,
         impl="native",
         plan=dataclasses.asdict(plan),
     )
@@ -189,7 +191,7 @@ def _correct(results: dict[str, torch.Tensor]) -> dict[str, bool]:
     for name, result in results.items():
         close = compare(result, results["serial"], **TOLERANCE).ok
         same = name == "serial" or bool(torch.equal(result, first))
-        flag = torch.tensor(float(close and same), device="cuda")
+        flag = torch.tensor(float(close and same), device=result.device)
         dist.all_reduce(flag, dist.ReduceOp.MIN)
         ok[name] = bool(flag.item())
     return ok

@@ -176,8 +176,11 @@ def _print_summary(shown: list[tuple[Config, dict[str, dict[str, Any]]]], measur
     names = [config.name for config, _ in shown]
     times = [{arm: arms[arm]["us_median"] for arm in arms} for _, arms in shown]
     first = shown[0][1][BASELINE]
+    laws = sorted({f"{config.routing}: {config.law_text}" for config, _ in shown})
     console.print(
-        f"{len(shown)} configurations, {kind}; profile {first['profile']} ({first['provenance']})."
+        f"{len(shown)} configurations, {kind}; "
+        f"profile {first['profile']} ({first['provenance']}).\n"
+        f"  routing is drawn, not recorded from a model; {'; '.join(laws)}"
     )
     comparisons = [(BASELINE, arm) for arm in ARMS if arm != BASELINE] + [("wave", "interleaved")]
     if all("serial" in row for row in times):

@@ -125,3 +125,48 @@ def test_the_small_real_layer_agrees(benchmarks):
     check = benchmarks("_layer").check_layer()
     assert check.ok, str(check)
     assert check.difference.relative < 1e-2
+
+
+def _measure_rank(rank, store, folder):
+    """One rank of a sweep that is measured on the CPU (the clock means nothing there)."""
+    import dataclasses
+    import sys
+
+    import torch
+    import torch.distributed as dist
+
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import _sweep
+    import _sweep_gpu
+
+    from xstage_ext import SymmetricWorkspace
+    from xstage_ext.workspace import region_bytes
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    config = dataclasses.replace(
+        _sweep.load_configs()[4], tokens=96, hidden=128, intermediate=64, num_experts=8, topk=3
+    )
+    job = _sweep_gpu.Job([config], PROFILE, pathlib.Path(folder), False, 3, 1e9)
+    nbytes = region_bytes(p.bytes() for p in _sweep_gpu.distinct_plans(config, PROFILE))
+    with SymmetricWorkspace(nbytes=nbytes, device="cpu") as workspace:
+        rows = _sweep_gpu.measure(config, rank, job, workspace)
+    if rank == 0:
+        lines = [json.dumps(row.as_dict()) for row in rows]
+        (pathlib.Path(folder) / "rows.jsonl").write_text("\n".join(lines))
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_measuring_checks_and_times_every_arm(benchmarks, tmp_path):
+    import torch.multiprocessing as mp
+
+    mp.spawn(_measure_rank, args=(str(tmp_path / "store"), str(tmp_path)), nprocs=2, join=True)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row["arm"] for row in rows] == [*benchmarks("_sweep").ARMS, "serial"]
+    for row in rows:
+        assert row["ok"] is True
+        assert row["n"] == 3
+        assert "predicted" not in row
+        assert 0 < row["us_p10"] <= row["us_median"] <= row["us_p90"]
+        assert ("predicted_us" in row) == (row["arm"] != "serial")
