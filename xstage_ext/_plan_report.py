@@ -28,6 +28,8 @@ class BurstReport:
         `"wave"`: Linear-2 tiles follow each other. `"interleaved"`: Linear-1 work lies between.
     gap_us : float
         Time without stores after a tile, G.
+    T_iss_us, free_running_us : float
+        Issue time when all SMs burst in step, and when nothing holds them in step.
     shadow_us : float
         Wait of a load issued right after the burst, when all SMs burst together.
     """
@@ -43,6 +45,7 @@ class BurstReport:
     capacity_term_us: float
     recovery_gap_us: float | None
     T_iss_us: float
+    free_running_us: float
     completion_coupled_us: float
     shadow_us: float
 
@@ -87,16 +90,17 @@ class PlanReport:
             "Best prediction of each alternative, us:",
             *(f"  {name:<22} {us:8.1f}" for name, us in d.alternatives),
             "",
-            "Linear-2 tiles, all SMs in step (T_iss = max(T0, V/R - G, (V - Q)/R)):",
-            "  order        store  regime     V MB   V/R     G    T0  Q MB    G*  T_iss  fence"
-            "  shadow",
+            "Linear-2 tiles (in step: max(T0, V/R - G, (V - Q)/R); free: max(T0, V/R - G)), us:",
+            "  order        store  regime     V MB   V/R     G    T0  Q MB    G*  in step   free"
+            "  fence  shadow",
         ]
         for b in self.bursts:
             star = "  inf" if b.recovery_gap_us is None else f"{b.recovery_gap_us:5.1f}"
             lines.append(
                 f"  {b.order:<12} {b.mechanism:<6} {b.regime:<9} {b.V_bytes / 1e6:5.2f} "
                 f"{b.drain_us:5.1f} {b.gap_us:5.1f} {b.T0_us:5.2f} {b.Q_bytes / 1e6:5.2f} {star} "
-                f"{b.T_iss_us:6.2f} {b.completion_coupled_us:6.1f} {b.shadow_us:7.1f}"
+                f"{b.T_iss_us:8.2f} {b.free_running_us:6.2f} {b.completion_coupled_us:6.1f} "
+                f"{b.shadow_us:7.1f}"
             )
         plan = dataclasses.asdict(d.plan)
         lines += ["", "Plan: " + " ".join(f"{name}={value}" for name, value in plan.items())]
@@ -139,6 +143,7 @@ def burst_reports(
                     capacity_term_us=float(law.capacity_term_us),
                     recovery_gap_us=None if np.isinf(star) else star,
                     T_iss_us=float(law.steady(gap)),
+                    free_running_us=float(law.free_running(gap)),
                     completion_coupled_us=float(law.completion_coupled(gap)),
                     shadow_us=float(burst_shadow(profile, name, "bulk_load", K, B * remote_share)),
                 )
