@@ -64,6 +64,7 @@ class Resources:
             torch.ops.xstage.workspace_load(memory.block(self.own_ranks[0]))
         _sweep()
         _LIVE.add(self)
+        _hook_exit()
 
     def page(self, rank: int) -> int:
         """Address of the host page of one of this process's ranks."""
@@ -197,5 +198,14 @@ def _close_all() -> None:
         resources.close(_faults.GAVE_UP if leaving else _faults.CLOSED)
 
 
-# Runs at interpreter exit, and also at the end of multiprocessing's children, which skip atexit.
-multiprocessing.util.Finalize(None, _close_all, exitpriority=100)
+_HOOKED: set[int] = set()
+
+
+def _hook_exit() -> None:
+    """Close everything when this process ends, also where multiprocessing skips atexit.
+
+    Once per process: a forked child starts without its parent's hooks.
+    """
+    if os.getpid() not in _HOOKED:
+        _HOOKED.add(os.getpid())
+        multiprocessing.util.Finalize(None, _close_all, exitpriority=100)

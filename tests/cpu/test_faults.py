@@ -63,7 +63,7 @@ def test_rank_that_never_comes_to_the_setup() -> None:
 
 @pytest.mark.parametrize("how", ["with", "bare"])
 def test_exception_on_one_rank(how: str) -> None:
-    outcomes = launch("exception", 3, how=how)
+    outcomes = launch("exception", 3, how=how, fresh=how == "bare")
     assert outcomes[1].code == 1 and "ValueError: no such layer" in outcomes[1].stderr
     for outcome in survivors(outcomes, 1):
         assert outcome.facts["error"] == "PeerError", str(outcome)
@@ -129,7 +129,7 @@ def test_watcher_reports_in_one_line() -> None:
     ],
 )
 def test_six_exits(how: str) -> None:
-    outcomes = launch("leave", 2, how=how, limit_s=30)
+    outcomes = launch("leave", 2, how=how, limit_s=45, fresh=True)
     expected = [7, 1] if how == "exception on rank 1" else [0, 0]
     assert [outcome.code for outcome in outcomes] == expected, "\n".join(map(str, outcomes))
     assert_nothing_left()

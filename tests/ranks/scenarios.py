@@ -358,8 +358,8 @@ def closed(place: Place) -> None:
     reported(lambda: lease.words())
 
 
-def main() -> None:
-    task = json.loads(sys.argv[1])
+def play(task: dict[str, Any]) -> None:
+    """One rank of a task that `launch` wrote."""
     device = torch.device(task["device"])
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -372,4 +372,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    play(json.loads(sys.argv[1]))
