@@ -5,14 +5,15 @@
 // Sends           every block straight into the receiver's final tensor. Blocks of the grid walk
 //                 chunks whose destinations alternate over all ranks, the own one included: the
 //                 link never waits for local copies, and ranks never meet at one receiver.
-// Roles           kVector: all threads load and store Vec-wide, 4 deep.
-//                 kBulk:   one warp; lanes issue bulk loads into a ring of stages and bulk stores
-//                          out of it, one per contiguous run.
-// Shared memory   kBulk: kStages x kStageBytes, one mbarrier per stage (loads landed).
+// Roles           vector: all threads load and store Vec-wide, 4 deep.
+//                 bulk:   warp 0 loads chunks into a ring of stages, one bulk copy per contiguous
+//                         run; warp 1 stores them from there. No byte passes a register.
+// Shared memory   the routes (5.6 KiB); bulk: kStages x kStageBytes
+// Barriers        bulk: full, empty of every stage
 // Global protocol common/channel.cuh: slots announced by block 0 and awaited by every block;
 //                 arrivals and signals at the end; the last block of a rank waits for all ranks, so
 //                 that the kernel's end is the call's end. No block waits for another of its rank.
-// Requires        a virtual group's ranks co-resident (cooperative launch). kBulk and 16-byte
+// Requires        a virtual group's ranks co-resident (cooperative launch). Bulk and 16-byte
 //                 vectors: bases, strides and runs that are multiples of 16 (checked by the op).
 #pragma once
 
@@ -24,40 +25,73 @@ namespace xstage {
 
 constexpr int kVectorThreads = 256;
 constexpr int kVectorDepth = 4;
+constexpr int kVectorBlocksPerSm = 3;
 constexpr int kWarpThreads = 32;
+constexpr int kBulkThreads = 2 * kWarpThreads;
 constexpr int kStages = 8;
 constexpr int kStageBytes = 16384;
-constexpr int kLoadsAhead = 4;  // the other stages are being read by stores
+constexpr int kStoresInFlight = 4;  // of the stages; loads have the others
+
+// Routes from this rank to every other, [tensor][destination]. In shared memory, since parameters
+// that are indexed at run time are slow to walk.
+struct RouteTable {
+  A2aRoute routes[kMaxA2aTensors * kMaxRanks];
+
+  // All threads from `first` on.
+  __device__ __forceinline__ void fill(A2aParams const& params, A2aRankParams const& rank,
+                                       int first) {
+    int const world = static_cast<int>(rank.workspace.world);
+    int const threads = static_cast<int>(blockDim.x) - first;
+    for (int i = static_cast<int>(threadIdx.x) - first; i >= 0 && i < params.num_tensors * world;
+         i += threads) {
+      routes[i] = make_route(params, rank, i / world, i % world);
+    }
+  }
+};
 
 struct BulkStorage {
   alignas(128) char stages[kStages][kStageBytes];
-  MBarrier full[kStages];
+  MBarrier full[kStages];   // 1 arrival and the bytes: the chunk has landed
+  MBarrier empty[kStages];  // 32 arrivals: its stores have read it
 };
 
 // Chunks of this block, one after another: chunk-major, destinations alternating from the rank
 // behind the own one on.
 class ChunkWalk {
  public:
-  __device__ __forceinline__ ChunkWalk(A2aParams const& params, A2aRankParams const& rank)
-      : params_(params), rank_(rank), index_(blockIdx.x) {}
+  __device__ __forceinline__ ChunkWalk(A2aParams const& params, A2aRankParams const& rank,
+                                       RouteTable const& table)
+      : table_(table),
+        num_tensors_(params.num_tensors),
+        world_(static_cast<uint32_t>(rank.workspace.world)),
+        first_dst_(static_cast<uint32_t>(rank.workspace.rank) + 1),
+        index_(blockIdx.x),
+        end_(static_cast<uint32_t>(params.chunks) * world_) {}
 
   __device__ __forceinline__ bool next(A2aChunk& chunk) {
-    int32_t const world = static_cast<int32_t>(rank_.workspace.world);
-    int32_t const end = params_.chunks * world;
-    while (index_ < end) {
-      int32_t const turn = index_ % world;
-      int32_t const number = index_ / world;
-      index_ += gridDim.x;
-      int const dst_rank = static_cast<int>((rank_.workspace.rank + 1 + turn) % world);
-      if (find_chunk(params_, rank_, dst_rank, number, chunk)) return true;
+    for (; index_ < end_; index_ += gridDim.x) {
+      int32_t number = static_cast<int32_t>(index_ / world_);
+      uint32_t const dst_rank = (first_dst_ + index_ % world_) % world_;
+      for (uint32_t t = 0; t < num_tensors_; ++t) {
+        A2aRoute const& route = table_.routes[t * world_ + dst_rank];
+        if (number < route.chunks) {
+          chunk = chunk_of(route, number);
+          index_ += gridDim.x;
+          return true;
+        }
+        number -= route.chunks;
+      }
     }
     return false;
   }
 
  private:
-  A2aParams const& params_;
-  A2aRankParams const& rank_;
-  int32_t index_;
+  RouteTable const& table_;
+  uint32_t num_tensors_;
+  uint32_t world_;
+  uint32_t first_dst_;
+  uint32_t index_;
+  uint32_t end_;
 };
 
 // One 16-byte load that leaves L1 to others: the data is read once.
@@ -125,8 +159,7 @@ __device__ __forceinline__ void copy_chunk(A2aChunk const& chunk) {
 }
 
 template <class Vec>
-__device__ __forceinline__ void send_vectors(A2aParams const& params, A2aRankParams const& rank) {
-  ChunkWalk walk(params, rank);
+__device__ __forceinline__ void send_vectors(ChunkWalk walk) {
   A2aChunk chunk;
   while (walk.next(chunk)) copy_chunk<Vec>(chunk);
 }
@@ -142,9 +175,10 @@ __device__ __forceinline__ void bulk_load(void* shared, void const* global, uint
 
 __device__ __forceinline__ void load_chunk(A2aChunk const& chunk, char* stage, MBarrier& full) {
   uint32_t const lines = chunk.rows * chunk.runs;
-  if (threadIdx.x == 0) full.arrive_and_expect_tx(lines * chunk.run_bytes);
+  uint32_t const lane = threadIdx.x % kWarpThreads;
+  if (lane == 0) full.arrive_and_expect_tx(lines * chunk.run_bytes);
   __syncwarp();
-  for (uint32_t line = threadIdx.x; line < lines; line += kWarpThreads) {
+  for (uint32_t line = lane; line < lines; line += kWarpThreads) {
     uint32_t const row = line / chunk.runs;
     uint32_t const run = line % chunk.runs;
     bulk_load(stage + line * chunk.run_bytes,
@@ -155,39 +189,37 @@ __device__ __forceinline__ void load_chunk(A2aChunk const& chunk, char* stage, M
 
 __device__ __forceinline__ void store_chunk(A2aChunk const& chunk, char const* stage) {
   uint32_t const bytes = chunk.runs * chunk.run_bytes;  // runs lie side by side at the receiver
-  for (uint32_t row = threadIdx.x; row < static_cast<uint32_t>(chunk.rows); row += kWarpThreads) {
+  uint32_t const lane = threadIdx.x % kWarpThreads;
+  for (uint32_t row = lane; row < static_cast<uint32_t>(chunk.rows); row += kWarpThreads) {
     bulk_store(chunk.destination + row * chunk.destination_row_stride, stage + row * bytes, bytes);
   }
   bulk_commit();
 }
 
-// One warp. Loads run kLoadsAhead chunks ahead of stores; a stage is loaded again when the stores
-// out of it have read it (every lane knows of its own stores, hence the __syncwarp).
-__device__ __forceinline__ void send_bulk(A2aParams const& params, A2aRankParams const& rank,
-                                          BulkStorage& storage) {
-  ChunkWalk load_walk(params, rank);
-  ChunkWalk store_walk(params, rank);
-  RingState<kStages> load_at;
-  RingState<kStages> store_at;
+__device__ __forceinline__ void load_role(ChunkWalk walk, BulkStorage& storage) {
+  RingState<kStages> at;
   A2aChunk chunk;
-  int ahead = 0;
-  bool more = true;
-  for (;;) {
-    while (more && ahead < kLoadsAhead) {
-      more = load_walk.next(chunk);
-      if (!more) break;
-      bulk_wait_read<kStages - kLoadsAhead>();
-      __syncwarp();
-      load_chunk(chunk, storage.stages[load_at.stage], storage.full[load_at.stage]);
-      load_at.advance();
-      ++ahead;
-    }
-    if (ahead == 0) break;
-    store_walk.next(chunk);
-    storage.full[store_at.stage].wait(store_at.phase);
-    store_chunk(chunk, storage.stages[store_at.stage]);
-    store_at.advance();
-    --ahead;
+  while (walk.next(chunk)) {
+    storage.empty[at.stage].wait(at.phase ^ 1);
+    load_chunk(chunk, storage.stages[at.stage], storage.full[at.stage]);
+    at.advance();
+  }
+}
+
+// A stage goes back when the stores of kStoresInFlight chunks later have been issued and its own
+// have read it; every lane knows of its own stores only, so every lane gives it back.
+__device__ __forceinline__ void store_role(ChunkWalk walk, BulkStorage& storage) {
+  RingState<kStages> at;
+  RingState<kStages> returned;
+  A2aChunk chunk;
+  for (int issued = 0; walk.next(chunk); ++issued) {
+    storage.full[at.stage].wait(at.phase);
+    store_chunk(chunk, storage.stages[at.stage]);
+    at.advance();
+    if (issued < kStoresInFlight) continue;
+    bulk_wait_read<kStoresInFlight>();
+    storage.empty[returned.stage].arrive();
+    returned.advance();
   }
   bulk_wait<0>();
 }
@@ -213,37 +245,57 @@ __device__ __forceinline__ void finish_call(A2aParams const& params, A2aRankPara
   }
 }
 
-// Announces the free slots of this rank and waits for the slot of this call.
+// One warp: announces the free slots of this rank (block 0) and waits for the slot of this call.
 __device__ __forceinline__ bool begin_call(A2aParams const& params, A2aRankParams const& rank,
                                            uint64_t epoch) {
-  __shared__ bool granted;
-  if (threadIdx.x < kWarpThreads) {
-    if (blockIdx.x == 0) announce_slots(rank.workspace, epoch, params.free_slots);
-    bool const ok = wait_for_slot(rank.workspace, epoch, params.slot);
-    if (threadIdx.x == 0) granted = ok;
-  }
-  __syncthreads();
-  return granted;
+  if (blockIdx.x == 0) announce_slots(rank.workspace, epoch, params.free_slots);
+  return wait_for_slot(rank.workspace, epoch, params.slot);
 }
 
 template <class Vec>
-__global__ void __launch_bounds__(kVectorThreads)
+__global__ void __launch_bounds__(kVectorThreads, kVectorBlocksPerSm)
     a2a_vector_kernel(__grid_constant__ A2aParams const params) {
+  __shared__ RouteTable table;
+  __shared__ bool granted;
   A2aRankParams const& rank = params.ranks[blockIdx.y];
   uint64_t const epoch = call_epoch(rank.workspace);
-  if (begin_call(params, rank, epoch)) send_vectors<Vec>(params, rank);
+  if (threadIdx.x < kWarpThreads) {
+    bool const ok = begin_call(params, rank, epoch);
+    if (threadIdx.x == 0) granted = ok;
+  }
+  table.fill(params, rank, kWarpThreads);
+  __syncthreads();
+  if (granted) send_vectors<Vec>(ChunkWalk(params, rank, table));
   finish_call(params, rank, epoch);
 }
 
-__global__ void __launch_bounds__(kWarpThreads)
+__global__ void __launch_bounds__(kBulkThreads)
     a2a_bulk_kernel(__grid_constant__ A2aParams const params) {
   extern __shared__ __align__(128) char shared[];
+  __shared__ RouteTable table;
+  __shared__ bool granted;
   BulkStorage& storage = *reinterpret_cast<BulkStorage*>(shared);
   A2aRankParams const& rank = params.ranks[blockIdx.y];
   uint64_t const epoch = call_epoch(rank.workspace);
-  if (threadIdx.x < kStages) storage.full[threadIdx.x].init(1);
+  if (threadIdx.x < kStages) {
+    storage.full[threadIdx.x].init(1);
+    storage.empty[threadIdx.x].init(kWarpThreads);
+  }
   cutlass::arch::fence_barrier_init();
-  if (begin_call(params, rank, epoch)) send_bulk(params, rank, storage);
+  if (threadIdx.x < kWarpThreads) {
+    bool const ok = begin_call(params, rank, epoch);
+    if (threadIdx.x == 0) granted = ok;
+  }
+  table.fill(params, rank, kWarpThreads);
+  __syncthreads();
+  if (granted) {
+    ChunkWalk const walk(params, rank, table);
+    if (threadIdx.x < kWarpThreads) {
+      load_role(walk, storage);
+    } else {
+      store_role(walk, storage);
+    }
+  }
   finish_call(params, rank, epoch);
 }
 

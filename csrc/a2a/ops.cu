@@ -5,8 +5,8 @@
 namespace xstage {
 namespace {
 
-// Enough to fill the link by either path, few enough to leave SMs to others (csrc/a2a/README.md).
-constexpr int kDefaultBlocks = 64;
+// Enough to fill the link by either path (csrc/a2a/README.md).
+constexpr int kDefaultSms = 128;
 constexpr int64_t kSmallestChunk = 2048;
 
 enum class Mover { kBulk, kVector16, kVector2 };
@@ -23,22 +23,28 @@ bool aligned(A2aParams const& params, size_t num_ranks) {
   return bits % 16 == 0;
 }
 
-// Rows of a tensor that make a chunk: about two chunks per block and destination where there is
-// enough to send, never more than a stage holds.
-int32_t rows_per_chunk(Exchange const& exchange, A2aForm const& form, int64_t blocks) {
-  int64_t most_heads = 1;
-  int64_t rows = 1;
-  for (int src = 0; src < form.world; ++src) {
-    for (int dst = 0; dst < form.world; ++dst) {
-      A2aBlock const block = block_between(form, src, dst);
-      most_heads = max_of<int64_t>(most_heads, block.num_heads);
-      rows = max_of<int64_t>(rows, block.num_rows);
+// Bytes that one rank sends in a call, its own share included.
+int64_t sent_bytes(Exchange const& exchange) {
+  int64_t most = 0;
+  for (int r = 0; r < exchange.call.layout.world; ++r) {
+    int64_t sent = 0;
+    for (A2aForm const& form : exchange.forms) {
+      sent += int64_t{form.sent_rows(r)} * form.sent_heads(r) * exchange.shape.batch *
+              exchange.shape.row_bytes();
     }
+    most = max_of(most, sent);
   }
-  int64_t const line_bytes = most_heads * exchange.shape.row_bytes();
-  int64_t const share = ceil_div(rows * exchange.shape.batch * line_bytes * form.world, 2 * blocks);
+  return most;
+}
+
+// Rows of a tensor that make a chunk: so many that every block has about one for every destination,
+// but never more than a stage holds.
+int32_t rows_per_chunk(Exchange const& exchange, A2aForm const& form, int64_t blocks) {
+  int64_t heads = 1;
+  for (int r = 0; r < form.world; ++r) heads = max_of<int64_t>(heads, form.heads[r].count);
+  int64_t const share = ceil_div(sent_bytes(exchange), blocks * form.world);
   int64_t const chunk = min_of<int64_t>(kStageBytes, max_of(kSmallestChunk, share));
-  return static_cast<int32_t>(max_of<int64_t>(1, chunk / line_bytes));
+  return static_cast<int32_t>(max_of<int64_t>(1, chunk / (heads * exchange.shape.row_bytes())));
 }
 
 void fill_rank(A2aRankParams& rank, Exchange const& exchange, size_t index) {
@@ -74,8 +80,11 @@ A2aParams make_params(Exchange const& exchange, int64_t blocks) {
   for (size_t i = 0; i < exchange.call.ranks.size(); ++i) {
     fill_rank(params.ranks[i], exchange, i);
     for (int dst = 0; dst < exchange.call.layout.world; ++dst) {
-      int const src = exchange.call.ranks[i].rank();
-      params.chunks = max_of(params.chunks, chunks_between(params, src, dst));
+      int32_t chunks = 0;
+      for (int t = 0; t < params.num_tensors; ++t) {
+        chunks += make_route(params, params.ranks[i], t, dst).chunks;
+      }
+      params.chunks = max_of(params.chunks, chunks);
     }
   }
   return params;
@@ -101,17 +110,20 @@ Mover choose_mover(A2aParams const& params, size_t num_ranks, StorePath path) {
 struct Kernel {
   void* entry;
   int threads;
+  int blocks_per_sm;
   int shared_bytes;
 };
 
 Kernel kernel_of(Mover mover) {
   switch (mover) {
     case Mover::kVector16:
-      return {reinterpret_cast<void*>(&a2a_vector_kernel<uint4>), kVectorThreads, 0};
+      return {reinterpret_cast<void*>(&a2a_vector_kernel<uint4>), kVectorThreads,
+              kVectorBlocksPerSm, 0};
     case Mover::kVector2:
-      return {reinterpret_cast<void*>(&a2a_vector_kernel<uint16_t>), kVectorThreads, 0};
+      return {reinterpret_cast<void*>(&a2a_vector_kernel<uint16_t>), kVectorThreads,
+              kVectorBlocksPerSm, 0};
     default:
-      return {reinterpret_cast<void*>(&a2a_bulk_kernel), kWarpThreads,
+      return {reinterpret_cast<void*>(&a2a_bulk_kernel), kBulkThreads, 1,
               static_cast<int>(sizeof(BulkStorage))};
   }
 }
@@ -119,12 +131,13 @@ Kernel kernel_of(Mover mover) {
 // Virtual ranks wait for each other within the launch, so all their blocks must run at once.
 void launch(Exchange const& exchange, cudaStream_t stream) {
   int64_t const ranks = static_cast<int64_t>(exchange.call.ranks.size());
-  int64_t const wanted =
-      exchange.call.plan.num_sms != 0 ? exchange.call.plan.num_sms : kDefaultBlocks;
-  int64_t const blocks = max_of<int64_t>(1, wanted / ranks);
+  AttentionPlan const& plan = exchange.call.plan;
+  int64_t const sms = plan.num_sms != 0 ? plan.num_sms : kDefaultSms;
+  // The mover depends on alignment only, so any number of blocks will do to find it.
+  Kernel const kernel = kernel_of(choose_mover(make_params(exchange, 1), exchange.call.ranks.size(),
+                                               static_cast<StorePath>(plan.store_path)));
+  int64_t const blocks = max_of<int64_t>(1, sms * kernel.blocks_per_sm / ranks);
   A2aParams params = make_params(exchange, blocks);
-  Kernel const kernel = kernel_of(choose_mover(
-      params, exchange.call.ranks.size(), static_cast<StorePath>(exchange.call.plan.store_path)));
   XS_CUDA(cudaFuncSetAttribute(kernel.entry, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                kernel.shared_bytes));
   dim3 const grid(static_cast<unsigned>(blocks), static_cast<unsigned>(ranks));

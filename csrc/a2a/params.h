@@ -34,6 +34,50 @@ struct A2aParams {
   uint32_t free_slots;
 };
 
+// Everything about the block of one tensor that goes from one rank to another: pieces of it are
+// found by a few additions.
+struct A2aRoute {
+  char const* source;
+  char* destination;
+  int64_t source_batch_stride;
+  int64_t source_row_stride;
+  int64_t source_run_stride;
+  int64_t destination_batch_stride;
+  int64_t destination_row_stride;
+  int32_t rows;
+  int32_t runs;  // contiguous runs per row
+  int32_t run_bytes;
+  int32_t chunk_rows;
+  int32_t chunks_per_batch;
+  int32_t chunks;
+};
+
+XS_HD A2aRoute make_route(A2aParams const& params, A2aRankParams const& rank, int t, int dst_rank) {
+  A2aTensorParams const& tensor = params.tensors[t];
+  A2aForm const& form = tensor.form;
+  A2aBlock const block = block_between(form, static_cast<int>(rank.workspace.rank), dst_rank);
+  int64_t const row_bytes = params.row_bytes;
+  bool const adjacent = block.num_heads == 1 || rank.head_stride[t] == row_bytes;
+  A2aRoute route{};
+  route.source =
+      rank.source[t] + block.src_row * rank.row_stride[t] + block.src_head * rank.head_stride[t];
+  route.destination = rank.workspace.region(dst_rank, tensor.offset[dst_rank]) +
+                      bshd_offset(0, block.dst_row, block.dst_head, form.received_rows(dst_rank),
+                                  form.received_heads(dst_rank), row_bytes);
+  route.source_batch_stride = rank.batch_stride[t];
+  route.source_row_stride = rank.row_stride[t];
+  route.source_run_stride = rank.head_stride[t];
+  route.destination_row_stride = form.received_heads(dst_rank) * row_bytes;
+  route.destination_batch_stride = form.received_rows(dst_rank) * route.destination_row_stride;
+  route.rows = block.num_rows;
+  route.runs = adjacent ? 1 : block.num_heads;
+  route.run_bytes = adjacent ? block.num_heads * params.row_bytes : params.row_bytes;
+  route.chunk_rows = tensor.chunk_rows;
+  route.chunks_per_batch = block.num_heads == 0 ? 0 : ceil_div(block.num_rows, tensor.chunk_rows);
+  route.chunks = params.batch * route.chunks_per_batch;
+  return route;
+}
+
 // A piece of one tensor: `rows` rows of `runs` runs of run_bytes contiguous bytes.
 struct A2aChunk {
   char const* source;
@@ -46,52 +90,18 @@ struct A2aChunk {
   int32_t run_bytes;
 };
 
-XS_HD int32_t chunks_of_block(A2aTensorParams const& tensor, A2aBlock const& block, int32_t batch) {
-  return block.num_heads == 0 ? 0 : batch * ceil_div(block.num_rows, tensor.chunk_rows);
-}
-
-XS_HD int32_t chunks_between(A2aParams const& params, int src_rank, int dst_rank) {
-  int32_t chunks = 0;
-  for (int t = 0; t < params.num_tensors; ++t) {
-    A2aTensorParams const& tensor = params.tensors[t];
-    chunks += chunks_of_block(tensor, block_between(tensor.form, src_rank, dst_rank), params.batch);
-  }
-  return chunks;
-}
-
-// The index-th chunk that `rank` sends to dst_rank; false when there are fewer.
-XS_HD bool find_chunk(A2aParams const& params, A2aRankParams const& rank, int dst_rank,
-                      int32_t index, A2aChunk& chunk) {
-  for (int t = 0; t < params.num_tensors; ++t) {
-    A2aTensorParams const& tensor = params.tensors[t];
-    A2aBlock const block =
-        block_between(tensor.form, static_cast<int>(rank.workspace.rank), dst_rank);
-    int32_t const chunks = chunks_of_block(tensor, block, params.batch);
-    if (index >= chunks) {
-      index -= chunks;
-      continue;
-    }
-    int32_t const per_batch = ceil_div(block.num_rows, tensor.chunk_rows);
-    int32_t const b = index / per_batch;
-    int32_t const row = index % per_batch * tensor.chunk_rows;
-    int64_t const row_bytes = params.row_bytes;
-    bool const adjacent = block.num_heads == 1 || rank.head_stride[t] == row_bytes;
-    chunk.source = rank.source[t] + b * rank.batch_stride[t] +
-                   (block.src_row + row) * rank.row_stride[t] +
-                   block.src_head * rank.head_stride[t];
-    chunk.destination =
-        rank.workspace.region(dst_rank, tensor.offset[dst_rank]) +
-        bshd_offset(b, block.dst_row + row, block.dst_head, tensor.form.received_rows(dst_rank),
-                    tensor.form.received_heads(dst_rank), row_bytes);
-    chunk.source_row_stride = rank.row_stride[t];
-    chunk.source_run_stride = rank.head_stride[t];
-    chunk.destination_row_stride = tensor.form.received_heads(dst_rank) * row_bytes;
-    chunk.rows = min_of(tensor.chunk_rows, block.num_rows - row);
-    chunk.runs = adjacent ? 1 : block.num_heads;
-    chunk.run_bytes = adjacent ? block.num_heads * params.row_bytes : params.row_bytes;
-    return true;
-  }
-  return false;
+XS_HD A2aChunk chunk_of(A2aRoute const& route, int32_t index) {
+  int32_t const b = index < route.chunks_per_batch ? 0 : index / route.chunks_per_batch;
+  int32_t const row = (index - b * route.chunks_per_batch) * route.chunk_rows;
+  return {
+      route.source + b * route.source_batch_stride + row * route.source_row_stride,
+      route.destination + b * route.destination_batch_stride + row * route.destination_row_stride,
+      route.source_row_stride,
+      route.source_run_stride,
+      route.destination_row_stride,
+      min_of(route.chunk_rows, route.rows - row),
+      route.runs,
+      route.run_bytes};
 }
 
 }  // namespace xstage

@@ -7,9 +7,9 @@
 //
 // Flags (writer, order -> reader, order; nobody resets them):
 //   arrivals   every block, inc acq_rel.gpu   -> the last block of the same call; wraps to 0
-//   from[r]    last block of rank r, release.sys -> wait_for_ranks of this rank, acquire.sys
+//   from[r]    last block of rank r, fence + st -> wait_for_ranks of this rank, acquire.sys
 //   calls      last block, release.gpu        -> the next kernel of this channel, by stream order
-//   released   grant_slot of rank r, release.sys -> grant_slot of this rank, acquire.sys
+//   released   grant_slot of rank r, fence + st -> grant_slot of this rank, acquire.sys
 //   failed     any role, or.release.sys       -> every wait, acquire.sys
 //
 // Requires: calls of one channel follow each other on one stream; every rank makes the same calls
@@ -45,7 +45,8 @@ __device__ __forceinline__ bool arrive_and_publish(Workspace const& workspace, u
   if (!aborted(workspace)) {
     for (int64_t i = 1; i <= workspace.world; ++i) {
       int64_t const dst_rank = (workspace.rank + i) % workspace.world;
-      st_release_sys(&workspace.channel_of(dst_rank)->from[workspace.rank],
+      // The fence above makes this a release; one of its own per rank would cost a round trip each.
+      st_relaxed_sys(&workspace.channel_of(dst_rank)->from[workspace.rank],
                      workspace.signal(epoch));
     }
   }
@@ -63,9 +64,9 @@ __device__ __forceinline__ bool wait_for_ranks(Workspace const& workspace, uint6
   if (src_rank < workspace.world) {
     uint64_t const* const word = &workspace.channel_of(workspace.rank)->from[src_rank];
     WaitSite const site{phase, src_rank, epoch, epoch};
-    ok = wait_until(workspace, site, [&] { return signal_epoch(ld_acquire_sys(word)); });
+    uint64_t seen = 0;
+    ok = wait_until(workspace, site, [&] { return signal_epoch(seen = ld_acquire_sys(word)); });
     // A rank that is already a call ahead has compared this call's digests itself.
-    uint64_t const seen = ok ? ld_acquire_sys(word) : 0;
     uint64_t const expected = workspace.signal(epoch);
     if (ok && signal_epoch(seen) == epoch && seen != expected) {
       WaitSite const differs{phase, src_rank, epoch, signal_digest(expected)};
@@ -100,7 +101,7 @@ __device__ __forceinline__ void announce_slots(Workspace const& workspace, uint6
   fence_acq_rel_sys();
   Channel* const dst = workspace.channel_of(lane);
   for (int s = 0; s < kMaxSlots; ++s) {
-    if ((free_slots >> s) & 1) st_release_sys(&dst->released[s][workspace.rank], epoch);
+    if ((free_slots >> s) & 1) st_relaxed_sys(&dst->released[s][workspace.rank], epoch);
   }
 }
 
