@@ -88,6 +88,19 @@ def settled(trace: Trace, window_us: float) -> tuple[np.ndarray, float, float]:
     return np.where(inside, trace.t_iss, np.nan), low, high
 
 
+def service_shares(trace: Trace, low_us: float, high_us: float) -> list[float]:
+    """Rates of the producers relative to their mean, as 17 evenly spaced quantiles."""
+    rates = np.sort(
+        [
+            _fits.throughput(trace.begin[k : k + 1], trace.done[k : k + 1], 1.0, low_us, high_us)
+            for k in range(len(trace.begin))
+        ]
+    )
+    at = (np.arange(17) + 0.5) / 17 * len(rates) - 0.5
+    shares = np.interp(at, np.arange(len(rates)), rates)
+    return [round(float(share), 4) for share in shares / shares.mean()]
+
+
 def train_row(trace: Trace, kind: str) -> Row:
     """Summary of a free-running train in a fixed time window."""
     times, low, high = settled(trace, trace.point.window_us)
@@ -97,6 +110,8 @@ def train_row(trace: Trace, kind: str) -> Row:
     row["R_GBps"] = _fits.throughput(trace.begin, trace.done, trace.point.nbytes, low, high)
     row["gap_seen_us"] = float(np.nanmean(np.where(inside, gaps, np.nan)))
     row["backlog_us"] = float(np.median(trace.drain_us))
+    if trace.point.gap_us == 0.0 and trace.point.gaps_us is None:
+        row["shares"] = service_shares(trace, low, high)
     if trace.point.fence:
         done = np.where(np.isfinite(times), trace.t_done, np.nan)
         row["visible_mean"] = float(np.nanmean(done))

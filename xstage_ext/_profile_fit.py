@@ -190,6 +190,21 @@ def fit_R_both(rows: list[Row], mechanism: str) -> tuple[ProducerCurve | None, l
     return (ProducerCurve(tuple(producers), tuple(values)) if producers else None), findings
 
 
+def fit_shares(rows: list[Row], mechanism: str, T0: IssueTable) -> tuple[float, ...]:
+    """Relative service rates of the producers while all of them saturate the link."""
+    trains = [
+        row
+        for row in select(rows, kind="train", mechanism=mechanism, gap_us=0.0)
+        if "shares" in row
+        and row["median"] > STALL_FACTOR * float(T0(row["K"], row["B"])) + STALL_US
+    ]
+    if not trains:
+        return ()
+    most = max(row["K"] for row in trains)
+    shares = np.median([row["shares"] for row in trains if row["K"] == most], axis=0)
+    return tuple(round(float(share), 4) for share in shares)
+
+
 def fit_mechanism(rows: list[Row], mechanism: str) -> tuple[Mechanism, list[Finding]]:
     """All parameters of one way to store, with every route to each."""
     T0, found_T0 = fit_T0(rows, mechanism)
@@ -215,6 +230,7 @@ def fit_mechanism(rows: list[Row], mechanism: str) -> tuple[Mechanism, list[Find
             visibility_us=round(visibility, 3),
             R_both_GBps=None if R_both is None else _round_curve(R_both, 1),
             intervals=intervals,
+            shares=fit_shares(rows, mechanism, T0),
         ),
         findings,
     )

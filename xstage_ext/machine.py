@@ -124,6 +124,9 @@ class Mechanism:
         Drain rate when the opposite direction is as busy; None means unknown, use `R_GBps`.
     intervals : dict
         Intervals by name of the quantity, e.g. `"R_GBps@132"`.
+    shares : tuple of float
+        Service rates of the producers relative to their mean while all saturate the link, as evenly
+        spaced quantiles; empty means equal. `producers.run_trains` uses them.
     """
 
     T0_us: IssueTable
@@ -133,6 +136,7 @@ class Mechanism:
     visibility_us: float
     R_both_GBps: ProducerCurve | None = None
     intervals: dict[str, Interval] = dataclasses.field(default_factory=dict)
+    shares: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

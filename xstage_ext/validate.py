@@ -19,12 +19,13 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from . import _measure, _scores
-from ._measure import STALL_FACTOR, STALL_US, Row
+from ._measure import Row
 from ._session import Session, on_all_gpus
 from .burst import Point
 from .calibrate import warn_when_busy
 from .machine import MachineProfile, load
 from .model import BurstGap, burst_shadow
+from .producers import ProducerTrain, run_trains
 
 KIB = 1024
 LAWS = ("ours", "completion_coupled", "unbounded_async", "rate_only", "two_term", "three_term")
@@ -120,9 +121,30 @@ def predict(profile: MachineProfile, held: Held, bench: BenchGap) -> Row:
     }
 
 
-def stalled(T_us: float, T0_us: float) -> bool:
-    """Whether an issue time counts as backpressure."""
-    return T_us > STALL_FACTOR * T0_us + STALL_US
+def predict_by_producers(
+    profile: MachineProfile, held: list[Held], rows: list[Row], bench: BenchGap
+) -> None:
+    """Replace `ours` where random gaps hold all producers in step: the law producer by producer."""
+    chosen = [i for i, one in enumerate(held) if one.family == "random_common"]
+    trains = []
+    for i in chosen:
+        point = held[i].point
+        mechanism = profile.mechanism(point.mechanism)
+        K, nbytes = point.producers, point.nbytes
+        gaps = np.zeros((1, 1)) if point.gaps_us is None else point.gaps_us
+        trains.append(
+            ProducerTrain(
+                K,
+                nbytes,
+                float(mechanism.T0_us(K, nbytes)),
+                float(mechanism.R_GBps(K)),
+                float(mechanism.Q_bytes(K)),
+                np.maximum(bench.shortest_us, gaps + bench.late_us),
+                mechanism.shares,
+            )
+        )
+    for i, mean in zip(chosen, run_trains(trains).mean_us, strict=True):
+        rows[i]["predicted"]["ours"] = float(mean)
 
 
 def measure_point(session: Session, held: Held) -> Row | None:
@@ -160,6 +182,7 @@ def _on_rank(session: Session, profile: MachineProfile, out: pathlib.Path) -> di
         task = bar.add_task("predicting", total=None)
         bench = BenchGap(*_measure.gap_overhead(session.bench))
         rows = [predict(profile, one, bench) for one in held]
+        predict_by_producers(profile, held, rows, bench)
         shadows = _predict_shadows(profile)
         if session.leads:
             _write_predictions(profile, rows, shadows, bench, out)

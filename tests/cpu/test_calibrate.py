@@ -55,6 +55,8 @@ def burst_row(kind: str, point: Point, both: bool = False) -> Row:
     row |= {"mean": T, "median": T, "R_GBps": V / period / 1e3}
     row["backlog_us"] = Q(point.mechanism, K) / rate / 1e3 + VISIBILITY_US
     row["gap_seen_us"] = point.gap_us
+    if point.gap_us == 0.0:
+        row["shares"] = [0.8] * 8 + [1.0] + [1.2] * 8
     return row
 
 
@@ -150,6 +152,12 @@ def test_parameters_within_five_percent(calibration: calibrate.Calibration) -> N
             assert float(found.T0_us(NUM_SMS, nbytes)) == pytest.approx(T0(nbytes), rel=0.05)
         assert found.R_both_GBps is not None
         assert float(found.R_both_GBps(NUM_SMS)) == pytest.approx(0.98 * R(name, 132), rel=0.05)
+
+
+def test_shares_of_the_producers(calibration: calibrate.Calibration) -> None:
+    for name in TRUTH:
+        shares = calibration.profile.mechanism(name).shares
+        assert shares == pytest.approx((0.8,) * 8 + (1.0,) + (1.2,) * 8)
 
 
 def test_every_parameter_has_an_interval_and_a_second_route(
