@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from .channel import ChannelLease
 from .planner.attention import AttentionPlan
+from .planner.attention_choice import AttentionProblem
 from .reference_attention import key_is_valid
 
 
@@ -45,6 +46,7 @@ class Route:
 class CallWords:
     """The wire messages of one shape; constants to torch.compile."""
 
+    problem: AttentionProblem
     plan: AttentionPlan
     forth: tuple[int, ...]
     back: tuple[int, ...]
@@ -56,6 +58,7 @@ class CallWords:
     @classmethod
     def of(
         cls,
+        problem: AttentionProblem,
         plan: AttentionPlan,
         rank: int,
         inputs: ChannelLease | None,
@@ -70,6 +73,7 @@ class CallWords:
             heads=(plan.heads[rank],),
         )
         return cls(
+            problem,
             plan,
             tuple(plan.words()),
             tuple(plan.to_sequence().words()),

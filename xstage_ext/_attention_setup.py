@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from . import _env
 from .channel import ChannelLease
-from .errors import WorkspaceError
+from .errors import PeerError, WorkspaceError
+from .key_segments import segments_from_mask
 from .planner.attention import AttentionPlan
 from .planner.attention_choice import HEAD_DIMS, AttentionProblem, decide
 from .support import describe, device_reason, why_not
@@ -115,7 +116,6 @@ class AttentionMemory:
     def reserve(
         self,
         needed: tuple[int, int],
-        facts: Mapping[str, object],
         workspace: SymmetricWorkspace | None,
         group: dist.ProcessGroup | None,
         device: torch.device,
@@ -124,7 +124,6 @@ class AttentionMemory:
         if workspace is None:
             workspace = SymmetricWorkspace(group, region_bytes(needed), device=device)
             self._owned.append(workspace)
-        workspace.agree(facts, what=self.name)
         self.outputs = workspace.channel(f"{self.name} outputs", needed[1], counter_bytes=0)
         self._owned.insert(0, self.outputs)
         if needed[0]:
@@ -163,18 +162,70 @@ def first_path(
 
 
 def agree_on_path(
-    own: tuple[str, str | None], world: int, group: dist.ProcessGroup | None
+    own: tuple[str, str | None],
+    facts: Mapping[str, str],
+    refusal: Exception | None,
+    world: int,
+    group: dist.ProcessGroup | None,
 ) -> tuple[str, str | None]:
-    """The last resort among all ranks' paths is every rank's path; collective."""
-    if world == 1:
-        return own
-    everyone: list[tuple[str, str | None]] = [own] * world
-    dist.all_gather_object(everyone, own, group=group)
-    last = max(range(world), key=lambda rank: PATHS.index(everyone[rank][0]))
-    path, reason = everyone[last]
+    """The last resort among all ranks' paths is every rank's path; collective.
+
+    Parameters
+    ----------
+    own
+        This rank's path and its reason.
+    facts
+        What must be the same on every rank.
+    refusal
+        Why this rank will not go on; every rank then raises.
+
+    Raises
+    ------
+    WorkspaceError
+        The ranks' facts differ; names each field.
+    PeerError
+        Another rank refused.
+    """
+    everyone: list[tuple[tuple[str, str | None], Mapping[str, str], str | None]]
+    everyone = [(own, facts, None if refusal is None else str(refusal))] * world
+    if world > 1:
+        dist.all_gather_object(everyone, everyone[0], group=group)
+    if refusal is not None:
+        raise refusal
+    for rank, (_, _, theirs) in enumerate(everyone):
+        if theirs is not None:
+            raise PeerError(f"rank {rank} of {world} refused the call: {theirs}")
+    differing = [name for name in facts if len({other[1][name] for other in everyone}) > 1]
+    if differing:
+        texts = [
+            f"{name}: " + ", ".join(f"rank {r} has {o[1][name]}" for r, o in enumerate(everyone))
+            for name in differing
+        ]
+        raise WorkspaceError(
+            f"xstage.UlyssesAttention: the ranks disagree: {'; '.join(texts)}; rows and kv_rows "
+            "say how many rows each rank has"
+        )
+    last = max(range(world), key=lambda rank: PATHS.index(everyone[rank][0][0]))
+    path, reason = everyone[last][0]
     if reason is None or (path, reason) == own:
         return path, reason
     return path, f"rank {last}: {reason}"
+
+
+def one_mask(mask: torch.Tensor, segments: torch.Tensor | None) -> torch.Tensor:
+    """Runs of a key mask, unless the runs were given too."""
+    if segments is not None:
+        raise ValueError("xstage.UlyssesAttention: give key_segments or key_mask, not both")
+    return segments_from_mask(mask)
+
+
+def text_rows(joint_rows: Sequence[int] | None, causal: bool) -> tuple[int, ...]:
+    """The owner rule of joint text."""
+    if causal or joint_rows is None:
+        raise NotImplementedError(
+            "xstage.UlyssesAttention: joint: needs joint_rows, and has no place in a causal order"
+        )
+    return tuple(joint_rows)
 
 
 def joint_shares(
@@ -229,24 +280,18 @@ def check_tensors(
             )
 
 
-def check_shapes(operands: tuple[torch.Tensor, ...], problem: AttentionProblem, rank: int) -> None:
-    """Rows and heads of this rank's operands; every path needs them right.
-
-    Raises
-    ------
-    ValueError
-        Names the operand, the whole head counts and the degree.
-    """
-    wanted = (
-        (problem.rows[rank], problem.heads),
-        (problem.key_rows[rank], problem.kv_heads),
-        (problem.key_rows[rank], problem.kv_heads),
-    )
-    for name, tensor, (rows, heads) in zip("qkv", operands, wanted, strict=True):
-        if tuple(tensor.shape[1:3]) != (rows, heads) or tensor.shape[0] != problem.batch:
-            raise ValueError(
+def why_not_shapes(
+    operands: tuple[torch.Tensor, ...], problem: AttentionProblem, rank: int
+) -> ValueError | None:
+    """Names the operand whose rows or heads do not fit, the whole head counts and the degree."""
+    queries = (problem.rows[rank], problem.heads)
+    keys = (problem.key_rows[rank], problem.kv_heads)
+    for name, tensor, (rows, heads) in zip("qkv", operands, (queries, keys, keys), strict=True):
+        if tuple(tensor.shape[:3]) != (problem.batch, rows, heads):
+            return ValueError(
                 f"xstage.UlyssesAttention: {name}: expected [{problem.batch}, {rows}, {heads}, "
                 f"{problem.head_dim}] on rank {rank} of {problem.world} ({problem.heads} query and "
                 f"{problem.kv_heads} key heads, {sum(problem.rows)} and {sum(problem.key_rows)} "
                 f"rows in all), got {list(tensor.shape)}"
             )
+    return None

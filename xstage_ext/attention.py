@@ -30,17 +30,18 @@ from ._attention_paths import CallWords, Operands, Route, Semantics, run
 from ._attention_setup import (
     AttentionMemory,
     agree_on_path,
-    check_shapes,
     check_tensors,
     first_path,
     joint_shares,
     kernel_reason,
+    one_mask,
     refuse_options,
+    text_rows,
     wanted_impl,
+    why_not_shapes,
     workspace_bytes,
 )
 from .errors import PlanError, WorkspaceError
-from .key_segments import segments_from_mask
 from .planner.attention import even_split
 from .planner.attention_choice import AttentionDecision, AttentionProblem, decide
 from .support import resolve_device
@@ -213,11 +214,21 @@ class UlyssesAttention(torch.nn.Module):
         PlanError
             impl="fa3" or "fa4", and the kernels or the memory cannot be had.
         """
-        self.close()
         key_rows = None if kv_rows is None else self._shares(kv_rows)
-        problem = self._problem(self._shares(rows), key_rows, batch)
+        self._prepare(self._problem(self._shares(rows), key_rows, batch), workspace, share)
+
+    def _prepare(
+        self,
+        problem: AttentionProblem,
+        workspace: SymmetricWorkspace | None = None,
+        share: UlyssesAttention | None = None,
+        refusal: Exception | None = None,
+    ) -> None:
+        self.close()
         own = first_path(problem, self.device, self._wanted, self._source)
-        path, self.fallback_reason = agree_on_path(own, self.world, self.group)
+        facts = {field: str(value) for field, value in vars(problem).items()}
+        facts |= {"scale": str(self.scale), "plan": str(self._fields)}
+        path, self.fallback_reason = agree_on_path(own, facts, refusal, self.world, self.group)
         self.decision = decide(problem, None, **self._fields)
         if path != "torch":
             try:
@@ -246,9 +257,7 @@ class UlyssesAttention(torch.nn.Module):
         if share is not None:
             self._memory.share(share._memory, needed)
             return
-        facts: dict[str, object] = {field: str(value) for field, value in vars(problem).items()}
-        facts |= {"scale": self.scale, "plan": str(self._fields)}
-        self._memory.reserve(needed, facts, workspace, self.group, self.device)
+        self._memory.reserve(needed, workspace, self.group, self.device)
 
     def close(self) -> None:
         """Give back what `prepare` reserved. Local and idempotent; results of calls end too."""
@@ -321,25 +330,21 @@ class UlyssesAttention(torch.nn.Module):
         PeerTimeout, PeerError
             On the CPU from this call; on CUDA from the next call or `check`.
         """
-        refuse_options(attn_mask, dropout_p)
-        check_tensors((q, k, v), self._facts["head_dim"], self._facts["dtype"], self.device)
-        if key_mask is not None:
-            if key_segments is not None:
-                raise ValueError("xstage.UlyssesAttention: give key_segments or key_mask, not both")
-            key_segments = segments_from_mask(key_mask)
-        shares, key_shares = self._row_shares(q, k, rows, kv_rows)
-        text = 0
-        if joint is not None:
-            if self.causal or joint_rows is None:
-                raise NotImplementedError(
-                    "xstage.UlyssesAttention: joint: needs joint_rows, and has no place in a "
-                    "causal order"
-                )
-            owned = self._shares(tuple(joint_rows))
-            text = owned[self.rank]
-            shares = joint_shares(shares, owned, self.rank, joint)
-            key_shares = joint_shares(key_shares, owned, self.rank, joint)
-            q, k, v = (torch.cat(pair, 1) for pair in zip(joint, (q, k, v), strict=True))
+        try:
+            refuse_options(attn_mask, dropout_p)
+            check_tensors((q, k, v), self._facts["head_dim"], self._facts["dtype"], self.device)
+            if key_mask is not None:
+                key_segments = one_mask(key_mask, key_segments)
+            shares, key_shares = self._row_shares(q, k, rows, kv_rows)
+            text = 0
+            if joint is not None:
+                owned = self._shares(text_rows(joint_rows, self.causal))
+                text = owned[self.rank]
+                shares = joint_shares(shares, owned, self.rank, joint)
+                key_shares = joint_shares(key_shares, owned, self.rank, joint)
+                q, k, v = (torch.cat(pair, 1) for pair in zip(joint, (q, k, v), strict=True))
+        except (TypeError, ValueError, NotImplementedError) as error:
+            raise self._refuse(error) from None
         meaning = Semantics(key_segments, self.scale, self.causal, return_lse)
         result, lse = self._attend((q, k, v), (shares, key_shares, q.shape[0]), meaning)
         parts: tuple[torch.Tensor, ...] = (result,)
@@ -371,14 +376,23 @@ class UlyssesAttention(torch.nn.Module):
                     f"once with this shape before torch.compile, got {shape}"
                 )
             words = self._first_call(operands, shape)
+        elif not compiling:
+            refusal = why_not_shapes(operands, words.problem, self.rank)
+            if refusal is not None:
+                raise self._refuse(refusal)
         assert self._route is not None
         outputs = self._memory.outputs
         if compiling or outputs is None:
             return run(self._route, operands, words, meaning)
         with outputs.guard():
             outputs.workspace.begin()
-            check_shapes(operands, self._problem(*shape), self.rank)
             return run(self._route, operands, words, meaning)
+
+    def _refuse(self, refusal: Exception) -> Exception:
+        """Peers of a prepared module are told, so that they raise instead of waiting."""
+        if self._memory.outputs is not None:
+            self._memory.outputs.refuse(f"{type(refusal).__name__}: {refusal}")
+        return refusal
 
     def _first_call(self, operands: Operands, shape: Shape) -> CallWords:
         rows, key_rows, batch = shape
@@ -388,13 +402,14 @@ class UlyssesAttention(torch.nn.Module):
                 "graph capture; call prepare() and then the module once eagerly before capturing"
             )
         problem = self._problem(rows, key_rows, batch)
+        refusal = why_not_shapes(operands, problem, self.rank)
         if self.path is None:
-            self.prepare(rows, key_rows, batch=batch)
+            self._prepare(problem, refusal=refusal)
+        if refusal is not None:
+            raise self._refuse(refusal)
         plan = decide(problem, None, **self._fields).plan
         if self._memory.outputs is not None:
             self._memory.require(workspace_bytes(plan, problem), f"shape {shape}")
-        else:
-            check_shapes(operands, problem, self.rank)
-        words = CallWords.of(plan, self.rank, self._memory.inputs, self._memory.outputs)
+        words = CallWords.of(problem, plan, self.rank, self._memory.inputs, self._memory.outputs)
         self._words[shape] = words
         return words
