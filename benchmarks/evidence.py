@@ -65,14 +65,12 @@ def predicted_spans(
     )
 
 
-def simulated_spans_us(
-    result: simulate.Simulation, profile: machine.MachineProfile
-) -> np.ndarray[Any, Any]:
+def simulated_spans_us(result: simulate.Simulation) -> np.ndarray[Any, Any]:
     """Hand-over of every Linear-2 tile: epilogue and what the stores hold up."""
     column = {name: i for i, name in enumerate(simulate.TILE_COLUMNS)}
     second = result.tiles[result.tiles[:, column["phase"]] == 2]
     span = second[:, column["end_us"]] - second[:, column["store_begin_us"]]
-    return np.asarray(span + profile.rates.tile_overhead_us)
+    return np.asarray(span + simulate.Assumptions().epilogue2_us)
 
 
 @app.command()
@@ -94,7 +92,7 @@ def spans(
         seen = traces[arm].of_phase(2).hand_over_us
         local = arm == "local control"
         result = predicted_spans(config, "wave/st" if local else arm, profile, local)
-        predicted = simulated_spans_us(result, profile)
+        predicted = simulated_spans_us(result)
         axes.boxplot([seen], positions=[place], widths=0.5, whis=(5, 95), showfliers=False)
         axes.plot(place, np.median(predicted), "D", color="tab:red")
         p10, p50, p90 = np.percentile(seen, [10, 50, 90])

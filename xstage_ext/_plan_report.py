@@ -13,7 +13,7 @@ from .model import BurstGap, Regime, burst_shadow
 from .planner.choose import Decision, choose
 from .planner.megamoe import MegaMoePlan
 from .planner.problem import MoEProblem
-from .simulate import TILE_COLUMNS, Simulation, simulate_megamoe, tile_us
+from .simulate import TILE_COLUMNS, Assumptions, Simulation, simulate_megamoe, tile_us
 
 MECHANISMS = ("st", "bulk")
 
@@ -111,10 +111,10 @@ def gaps_us(plan: MegaMoePlan, profile: MachineProfile) -> dict[str, float]:
     """Mean time without stores after a Linear-2 tile, by order: G of the law."""
     linear1, _ = tile_us(profile, plan, plan.hidden)
     linear2, _ = tile_us(profile, plan, plan.intermediate)
-    overhead = profile.rates.tile_overhead_us
+    assume = Assumptions()
     per_tile = plan.linear1_tiles / plan.linear2_tiles
-    wave = linear2 + overhead
-    return {"wave": wave, "interleaved": wave + per_tile * (linear1 + overhead)}
+    wave = linear2 + assume.epilogue2_us
+    return {"wave": wave, "interleaved": wave + per_tile * (linear1 + assume.epilogue1_us)}
 
 
 def burst_reports(

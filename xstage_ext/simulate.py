@@ -32,6 +32,9 @@ class Assumptions:
     ----------
     setup_us : float
         Start of the kernel until tokens can be pulled: counting, routes, one exchange of signals.
+    epilogue1_us, epilogue2_us : float
+        What a tile of 128 x 256 takes beside its main loop: accumulators to activations or to
+        staged results, stores, flags. By the kernel's traces on H200; other tiles in proportion.
     prefetch_stages : int
         Operand stages loaded ahead of the main loop; they cover the first part of a shadow.
     block_k : int
@@ -42,8 +45,6 @@ class Assumptions:
         One SM reads at most this multiple of its even share of the memory rate.
     pull_share : float
         Share of the egress that answers to the peers' pulls get while stores want it too.
-    pace_duty : float
-        Paced tiles leave over this share of the next main loop.
     visibility_us : float or None
         Latency of the final fence and signal; None: the profile's.
     tickets : bool
@@ -54,12 +55,13 @@ class Assumptions:
     """
 
     setup_us: float = 12.0
+    epilogue1_us: float = 4.4
+    epilogue2_us: float = 1.9
     prefetch_stages: int = 4
     block_k: int = 64
     l2_reuse: float = 0.6
     hbm_sm_share: float = 1.5
     pull_share: float = 0.5
-    pace_duty: float = 0.9
     visibility_us: float | None = None
     tickets: bool = False
     jitter: float = 0.03
@@ -226,15 +228,17 @@ def _machine(
     mechanism = profile.mechanism(name)
     shadow = profile.shadow_of(name, "bulk_load")
     tile_bytes = 2.0 * plan.block_m * plan.block_n
-    slice_bytes = tile_bytes * min(plan.slice_rows, plan.block_m) / plan.block_m
+    slice_bytes = 2.0 * plan.block_n * min(8 * plan.slice_rows, plan.block_m)
     linear1_us, stage_us = tile_us(profile, plan, plan.hidden, assume.block_k)
     linear2_us, _ = tile_us(profile, plan, plan.intermediate, assume.block_k)
     even = profile.rates.hbm_GBps / profile.gpu.num_sms
     k = float(plan.num_sms)
+    area = plan.block_m * plan.block_n / (128.0 * 256.0)
     values = {
         "linear1_us": linear1_us,
         "linear2_us": linear2_us,
-        "epilogue_us": profile.rates.tile_overhead_us,
+        "epilogue1_us": assume.epilogue1_us * area,
+        "epilogue2_us": assume.epilogue2_us * area,
         "flag_us": profile.rates.flag_us,
         "setup_us": assume.setup_us,
         "hbm_GBps": profile.rates.hbm_GBps,
@@ -249,7 +253,7 @@ def _machine(
         "cross_bytes": -1.0 if shadow.cross_bytes is None else shadow.cross_bytes,
         "prefetch_us": assume.prefetch_stages * stage_us,
         "visibility_us": mechanism.visibility_us,
-        "pace_duty": assume.pace_duty,
+        "pace_us": stage_us,
         "coupling": COUPLINGS[coupling],
         "tickets": float(assume.tickets),
         "jitter": assume.jitter,

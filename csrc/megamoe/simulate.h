@@ -21,7 +21,8 @@ namespace xstage {
 #define XS_SIMULATION_FIELDS(X)                                                            \
   X(linear1_us, "main loop of a Linear-1 tile, operands in L2")                            \
   X(linear2_us, "main loop of a Linear-2 tile, operands in L2")                            \
-  X(epilogue_us, "per tile: accumulators to results, first loads, flags")                  \
+  X(epilogue1_us, "per Linear-1 tile: accumulators to activations, their stores, flags")   \
+  X(epilogue2_us, "per Linear-2 tile: accumulators to staged results, flags")              \
   X(flag_us, "from a release on one SM until another one goes on")                         \
   X(setup_us, "from the start of the kernel until tokens can be pulled")                   \
   X(hbm_GBps, "reads from device memory by all SMs")                                       \
@@ -36,7 +37,7 @@ namespace xstage {
   X(cross_bytes, "per SM: store bytes that a load lets pass first; negative: all of them") \
   X(prefetch_us, "main loop that runs on operands loaded before the burst")                \
   X(visibility_us, "from the last byte's departure until a fence returns")                 \
-  X(pace_duty, "share of the next tile's main loop over which a paced tile leaves")        \
+  X(pace_us, "paced: from slice to slice, a step of the main loop")                        \
   X(coupling, "0 the law, 1 wait until visible after every burst, 2 never wait")           \
   X(tickets, "0 the static deal, 1 tickets from a counter")                                \
   X(jitter, "main loops are longer or shorter by up to this share, at random")             \

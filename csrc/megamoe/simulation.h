@@ -73,6 +73,7 @@ class MegaMoeSimulation {
   std::vector<double> const& trace() const { return trace_; }
 
  private:
+  static constexpr int32_t kMathWarps = 8;
   struct Timed {
     double time;
     int64_t order;  // events of one instant fire in the order in which they were scheduled
@@ -273,7 +274,7 @@ class MegaMoeSimulation {
     }
     worker.waits_for_staging = false;
     worker.times[kStall] += now_ - worker.since;
-    at(now_ + machine_.epilogue_us, {kEpilogueEnd, w});
+    at(now_ + (second ? machine_.epilogue2_us : machine_.epilogue1_us), {kEpilogueEnd, w});
   }
 
   void epilogue_end(SimulatedWorker& worker, int32_t w) {
@@ -295,7 +296,8 @@ class MegaMoeSimulation {
     remote /= plan_.cluster_size;
     store_bytes_ += remote * plan_.cluster_size;
     if (plan_.store == kBulkPaced) {
-      int32_t const slices = ceil_div(plan_.block_m, plan_.slice_rows);
+      // Every math warp sends slice_rows of its rows per step.
+      int32_t const slices = ceil_div(plan_.block_m / kMathWarps, plan_.slice_rows);
       worker.slices_left = slices;
       worker.slice_bytes = remote / slices;
       slice(worker, w);
@@ -328,9 +330,7 @@ class MegaMoeSimulation {
     link_.push(w, worker.slice_bytes);
     note_levels(worker, w, worker.slice_bytes);
     if (--worker.slices_left > 0) {
-      int32_t const slices = ceil_div(plan_.block_m, plan_.slice_rows);
-      double const window = std::min(machine_.linear1_us, machine_.linear2_us);
-      double const pace = std::max(machine_.issue_slice_us, machine_.pace_duty * window / slices);
+      double const pace = std::max(machine_.issue_slice_us, machine_.pace_us);
       at(now_ + pace, {kSlice, w});
     } else if (link_.reached(worker.staging_level)) {
       at(now_, {kStagingFree, w});

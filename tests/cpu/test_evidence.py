@@ -70,8 +70,8 @@ def test_predicted_spans_and_activity(evidence, tmp_path):
     config = evidence._sweep.load_configs()[21]
     remote = evidence.predicted_spans(config, "wave/st", PROFILE, local=False)
     local = evidence.predicted_spans(config, "wave/st", PROFILE, local=True)
-    spans = evidence.simulated_spans_us(remote, PROFILE)
-    assert np.median(spans) > np.median(evidence.simulated_spans_us(local, PROFILE))
+    spans = evidence.simulated_spans_us(remote)
+    assert np.median(spans) > np.median(evidence.simulated_spans_us(local))
     assert local.store_bytes == 0.0
     tiles = {name: remote.tiles[:, i] for i, name in enumerate(simulate.TILE_COLUMNS)}
     whole = tiles["worker"].astype(np.int64)

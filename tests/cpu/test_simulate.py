@@ -165,7 +165,7 @@ def test_lockstep_bursts_follow_the_law(num_sms, rate):
     assert len(mine) == 8
     issue = mine[:, 7] - mine[:, 6]
     main, _ = simulate.tile_us(profile, plan, plan.intermediate)
-    gap = main + profile.rates.tile_overhead_us
+    gap = main + assume.epilogue2_us
     law = BurstGap.of(mechanism, num_sms, 128 * 256 * 2)
     expected = law.transient(np.full(8, gap)).T_iss_us
     np.testing.assert_allclose(issue, expected, rtol=1e-6)
