@@ -76,12 +76,23 @@ class Calibration:
         return written
 
 
+def _rounded(value: Any) -> Any:
+    """Floats to five significant digits: more than any of them is worth."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    return value
+
+
 def _json_lines(record: dict[str, Any]) -> str:
     """JSON with one finding or row per line, so that differences can be read."""
     parts = []
     for key, value in record.items():
         if isinstance(value, list):
-            inner = ",\n ".join(json.dumps(item) for item in value)
+            inner = ",\n ".join(json.dumps(_rounded(item)) for item in value)
             parts.append(f'"{key}": [\n {inner}\n]')
         else:
             parts.append(f'"{key}": {json.dumps(value, indent=1)}')
@@ -174,6 +185,8 @@ def fit(
     name : str
         Name of the profile.
     """
+    # As they are kept, so that a refit finds the same.
+    rows = _rounded(rows)
     mechanisms, shadows, findings, errors = {}, {}, [], {}
     for mechanism in MECHANISMS:
         mechanisms[mechanism], found = _profile_fit.fit_mechanism(rows, mechanism)

@@ -156,6 +156,7 @@ def explain(
         "recovery_gap_us": float(law.recovery_gap()),
         "bursts_until_onset": float(law.bursts_until_onset(gap_us)),
         "T_iss_us": float(law.steady(gap_us)),
+        "T_iss_free_running_us": float(law.free_running(gap_us)),
         "shadow_of_a_16KiB_load_us": float(shadow),
         "two_term_us": float(law.two_term(gap_us)),
         "rate_only_us": float(law.rate_only(gap_us)),
@@ -170,10 +171,14 @@ def explain(
         Regime.CAPACITY: "capacity-bound: one burst overfills the pipe; no gap helps, smaller "
         "bursts or fewer SMs at a time do",
     }[regime]
+    outside = used.mechanism(mechanism).extrapolates(producers, nbytes)
     if as_json:
-        _print_json({"regime": regime.name.lower(), "profile": used.name} | values)
+        facts = {"regime": regime.name.lower(), "profile": used.name, "extrapolates": outside}
+        _print_json(facts | values)
         return
     typer.echo(f"{sentence}. Profile {used.name} ({used.provenance}).")
+    for reason in outside:
+        typer.echo(f"extrapolated: {reason}")
     for name, value in values.items():
         typer.echo(f"  {name:<28} {value:.6g}")
 

@@ -138,6 +138,20 @@ class Mechanism:
     intervals: dict[str, Interval] = dataclasses.field(default_factory=dict)
     shares: tuple[float, ...] = ()
 
+    def extrapolates(self, K: float, B_bytes: float) -> list[str]:
+        """Why an answer for K producers of B bytes lies outside of what was measured, in words.
+
+        Empty inside. The curves go on outside (see their classes), but nobody has looked there.
+        """
+        reasons = []
+        most = self.R_GBps.producers[-1]
+        if not 1 <= K <= most:
+            reasons.append(f"{K:g} producers; measured from 1 to {most:g}")
+        low, high = self.T0_us.nbytes[0], self.T0_us.nbytes[-1]
+        if not low <= B_bytes <= high:
+            reasons.append(f"{B_bytes:g} bytes per burst; measured from {low:g} to {high:g}")
+        return reasons
+
 
 @dataclasses.dataclass(frozen=True)
 class Shadow:

@@ -196,6 +196,18 @@ def test_a_profile_of_another_gpu_is_refused(calibration: calibrate.Calibration)
         calibration.profile.require("NVIDIA H100 80GB HBM3")
 
 
+def test_a_query_far_outside_is_flagged(calibration: calibrate.Calibration) -> None:
+    st = calibration.profile.mechanism("st")
+    assert st.extrapolates(66, 32768) == []
+    assert st.extrapolates(66, 100 * 131072) == [
+        "1.31072e+07 bytes per burst; measured from 1024 to 131072"
+    ]
+    assert st.extrapolates(1000, 128) == [
+        "1000 producers; measured from 1 to 132",
+        "128 bytes per burst; measured from 1024 to 131072",
+    ]
+
+
 def test_a_file_of_something_else_is_refused(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "x.json"
     path.write_text('{"rows": []}')
