@@ -313,7 +313,7 @@ __device__ __forceinline__ void pull_rows(MegaMoeParams const& params, CallState
     fence_proxy_async();
     __syncwarp();
     if (lane == 0) red_add_release_gpu(arrived + block, 1);
-    tracer.add(TraceKind::kPull, int64_t{block} << 24 | in_block, start_ns, 0, 0, 0);
+    tracer.add(TraceKind::kPull, int64_t{block} << 24 | in_block, start_ns, 0, 0, 0, 0);
   }
 }
 

@@ -9,21 +9,29 @@
 
 namespace xstage {
 
+// Lane l < 16: where row l of this warp came from. Read before the main loop, used behind it.
+__device__ __forceinline__ uint32_t load_origin(MegaMoeParams const& params,
+                                                TileWork const& work) {
+  int const row = (threadIdx.x / 32 - 4) * MegaMoeTraits::kWarpRows + threadIdx.x % 32;
+  if (work.phase != TilePhase::kLinear2 || threadIdx.x % 32 >= MegaMoeTraits::kWarpRows ||
+      row >= work.rows) {
+    return 0;
+  }
+  MegaMoeView const own = params.view(params.workspace.rank);
+  return __ldcg(own.origins(params.plan, params.layout, work.block) + row);
+}
+
 // Lane l < 16: where row l of this warp goes, or null.
 __device__ __forceinline__ char* scatter_address(MegaMoeParams const& params, TileWork const& work,
-                                                 int first_row) {
+                                                 uint32_t origin, int first_row) {
   MegaMoePlan const& plan = params.plan;
   int const lane = threadIdx.x % 32;
   if (lane >= MegaMoeTraits::kWarpRows || first_row + lane >= work.rows) return nullptr;
-  MegaMoeView const own = params.view(params.workspace.rank);
-  uint32_t const origin =
-      __ldcg(own.origins(plan, params.layout, work.block) + first_row + lane);
   int32_t const route = static_cast<int32_t>(origin_route(origin));
   int32_t const token = route / plan.topk;
-  return params.view(origin_source(origin))
-      .combine_row<char>(plan, params.layout, 0, 0) +
-         2 * ((int64_t{1} * (route - token * plan.topk) * plan.max_tokens + token) * plan.hidden +
-              work.n * MegaMoeTraits::kBlockN);
+  int32_t const row = (route - token * plan.topk) * plan.max_tokens + token;
+  return params.view(origin_source(origin)).combine_row<char>(plan, params.layout, 0, 0) +
+         2 * (int64_t{1} * row * plan.hidden + work.n * MegaMoeTraits::kBlockN);
 }
 
 // The staged half by plain stores; `base` is the lane that holds the address of its first row.
@@ -43,8 +51,8 @@ __device__ __forceinline__ void store_half_plain(Outbox const& outbox, char* des
 
 template <class Acc>
 __device__ __forceinline__ void store_linear2(MegaMoeParams const& params, CallState const& call,
-                                              TileWork const& work, Acc const& acc,
-                                              Outbox& outbox) {
+                                              TileWork const& work, uint32_t origin,
+                                              Acc const& acc, Outbox& outbox) {
   using Traits = MegaMoeTraits;
   MegaMoePlan const& plan = params.plan;
   int const first_row = (threadIdx.x / 32 - 4) * Traits::kWarpRows;
@@ -53,14 +61,17 @@ __device__ __forceinline__ void store_linear2(MegaMoeParams const& params, CallS
   MegaMoeView const own = params.view(params.workspace.rank);
   outbox.announce_later(
       own.counter(params.layout, call.bank, MegaMoeCounter::kLinear2Done) + work.block, false);
-  if (first_row >= work.rows) return;
+  if (first_row >= work.rows) {
+    outbox.forget_held();
+    return;
+  }
 
   if (plan.combine == kCombineEarly) {
     outbox.stored =
         own.counter(params.layout, call.bank, MegaMoeCounter::kExpertStored) + work.expert;
     outbox.stored_rows = min_of(Traits::kWarpRows, work.rows - first_row);
   }
-  outbox.destination = scatter_address(params, work, first_row);
+  outbox.destination = scatter_address(params, work, origin, first_row);
   outbox.bytes =
       2 * min_of<int32_t>(Traits::kBlockN, plan.hidden - work.n * Traits::kBlockN);
   outbox.reserve();
@@ -75,6 +86,7 @@ __device__ __forceinline__ void store_linear2(MegaMoeParams const& params, CallS
     store_half_plain(outbox, outbox.destination, outbox.bytes, 0);
     outbox.write_half(outbox.held);
     store_half_plain(outbox, outbox.destination, outbox.bytes, Outbox::kHalf);
+    outbox.forget_held();
     return;
   }
   outbox.next_row = 0;

@@ -67,6 +67,7 @@ __device__ __forceinline__ void compute_tiles(MegaMoeParams const& params, CallS
     int64_t waited = 0;
     wait_full<kTrace>(params, shared, pipe, outbox, alive, waited);
     uint64_t const start_ns = Tracer<kTrace>::now();
+    int64_t const start = Tracer<kTrace>::cycles();
     alive = warpgroup_all(alive);  // the four warps of a matrix instruction leave together
     TileWork const& entry = shared.tiles[turn % Traits::kTileQueue];
     // From one lane, so that the branches around matrix instructions are uniform.
@@ -77,9 +78,11 @@ __device__ __forceinline__ void compute_tiles(MegaMoeParams const& params, CallS
     work.rows = uniform(entry.rows);
     work.n = uniform(entry.n);
     work.expert = uniform(entry.expert);
+    work.ring_row = uniform(entry.ring_row);
     if (work.num_k == 0) break;
     int32_t const first_row = uniform(group) * 64;
     int64_t waited_k = 0;
+    uint32_t const origin = load_origin(params, work);
     if (work.phase != TilePhase::kNone && first_row < work.rows) {
       multiply_tile<kTrace>(params, shared, pipe, work.num_k, mma, acc, outbox, alive, waited_k);
     } else {
@@ -87,9 +90,9 @@ __device__ __forceinline__ void compute_tiles(MegaMoeParams const& params, CallS
     }
     int64_t const epilogue = Tracer<kTrace>::cycles();
     if (work.phase == TilePhase::kLinear1) store_linear1(params, call, work, acc, outbox);
-    if (work.phase == TilePhase::kLinear2) store_linear2(params, call, work, acc, outbox);
+    if (work.phase == TilePhase::kLinear2) store_linear2(params, call, work, origin, acc, outbox);
     tracer.add(TraceKind::kTile, trace_tile(work), start_ns, waited, waited_k,
-               Tracer<kTrace>::cycles() - epilogue);
+               Tracer<kTrace>::cycles() - epilogue, Tracer<kTrace>::cycles() - start);
   }
   outbox.drain();
   bulk_wait<0>();
@@ -111,13 +114,13 @@ __device__ __forceinline__ void finish_tokens(MegaMoeParams const& params, CallS
     if (thread == 0) shared.ok = ok;
   }
   named_barrier_sync(NamedBarrier::kMath, kMathThreads);
-  tracer.add(TraceKind::kPrologue, 0, start_ns, 0, 0, tiles_ns - start_ns);
-  tracer.add(TraceKind::kTail, 0, tail_ns, 0, 0, 0);
+  tracer.add(TraceKind::kPrologue, 0, start_ns, 0, 0, tiles_ns - start_ns, 0);
+  tracer.add(TraceKind::kTail, 0, tail_ns, 0, 0, 0, 0);
   uint64_t const combine_ns = Tracer<kTrace>::now();
   bool const ok = shared.ok;
   if (ok) {
     combine_tokens(params, call);
-    tracer.add(TraceKind::kCombine, 0, combine_ns, 0, 0, 0);
+    tracer.add(TraceKind::kCombine, 0, combine_ns, 0, 0, 0, 0);
   }
   // Nobody writes y any more when it is poisoned.
   named_barrier_sync(NamedBarrier::kCombined, kCombineThreads);

@@ -139,14 +139,15 @@ __device__ __forceinline__ void load_tiles(MegaMoeParams const& params, CallStat
   int32_t const worker = call.block / Traits::kCluster;
   for (int32_t turn = 0;; ++turn) {
     bool const more = cursor.seek(dealt_tile(plan, turn, worker));
-    TileWork work{TilePhase::kNone, 0, 0, 0, 0, 0, {}};
+    TileWork work{};
     Tile tile{};
     if (more) {
       tile = cursor.tile(cta);
       // CTA 0 always has a tile; a partner without one takes as many steps.
       bool const linear1 = cursor.tile(0).phase == TilePhase::kLinear1;
       work = TileWork{tile.phase, (linear1 ? plan.hidden : plan.intermediate) / Traits::kBlockK,
-                      tile.block, tile.rows, tile.n, tile.expert, {}};
+                      tile.block, tile.rows, tile.n, tile.expert,
+                      tile.block % plan.h_ring_blocks * Traits::kBlockM, 0};
       if (!wait_for_operands(params, call, tile)) return;
     }
     TileLoads const loads(params, tile);
@@ -171,7 +172,7 @@ template <bool kTrace>
 __device__ __forceinline__ void wait_full(MegaMoeParams const& params, MegaMoeShared& shared,
                                           PipelineState const& pipe, Outbox& outbox, bool& alive,
                                           int64_t& waited) {
-  if (mbarrier_try_wait(&shared.full[pipe.stage], pipe.phase)) return;
+  if (mbarrier_test_wait(&shared.full[pipe.stage], pipe.phase)) return;
   waited -= Tracer<kTrace>::cycles();
   // Never block while others may wait for what this warp has finished.
   outbox.publish();

@@ -90,6 +90,12 @@ struct Outbox {
     next_row = end;
   }
 
+  // Nothing is held: tells the compiler that an epilogue may use these registers.
+  __device__ __forceinline__ void forget_held() {
+#pragma unroll
+    for (int j = 0; j < 32; ++j) held[j] = 0;
+  }
+
   __device__ __forceinline__ void stage_held() {
     reserve();
     write_half(held);

@@ -49,6 +49,20 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint64_t* barrier, uint32_t pa
       : "memory");
   return done != 0;
 }
+// Never suspends the thread.
+__device__ __forceinline__ bool mbarrier_test_wait(uint64_t* barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.b32 %0, 1, 0, p;\n"
+      "}"
+      : "=r"(done)
+      : "r"(smem_address(barrier)), "r"(parity)
+      : "memory");
+  return done != 0;
+}
 // Needs no deadline of its own: who feeds the barrier waits for global memory under one (wait.cuh),
 // and gives up for the whole rank, both CTAs of the cluster included.
 __device__ __forceinline__ bool mbarrier_wait(uint64_t* barrier, uint32_t parity,
@@ -111,7 +125,8 @@ struct TileWork {
   int32_t rows;
   int32_t n;
   int32_t expert;
-  int32_t pad[2];
+  int32_t ring_row;  // first row of the block in the h ring
+  int32_t pad;
 };
 
 struct MegaMoeShared {
