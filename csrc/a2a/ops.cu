@@ -1,4 +1,5 @@
 // CUDA forms of ulysses_a2a and ulysses_a2a_virtual: one kernel per call.
+#include "attention/stream_order.h"
 #include "call.h"
 #include "kernel_sm90.cuh"
 
@@ -156,6 +157,7 @@ std::vector<Tensor> run(char const* op, std::vector<Tensor> const& inputs,
   DeviceGuard const guard(inputs.front().get_device_index());
   cudaStream_t const stream = current_stream(inputs.front());
   Exchange const exchange = open_exchange(op, inputs, plan, workspaces, is_capturing(stream));
+  follow_last_stream(exchange.call, stream);
   launch(exchange, stream);
   std::vector<Tensor> outputs;
   for (RankCall const& rank : exchange.call.ranks) {

@@ -3,6 +3,7 @@
 #include "common/channel_kernels.h"
 #include "operand_maps.h"
 #include "ops_cuda.h"
+#include "stream_order.h"
 
 namespace xstage::cuda {
 namespace {
@@ -239,6 +240,7 @@ std::vector<RankResult> attention_a2a(char const* op, Generation const& generati
     poison.push_back({out.mutable_data_ptr(), problem.batch * rows * heads * row_bytes});
     results.push_back({out, new_lse(call.ranks[i].problem, like)});
   }
+  follow_last_stream(call.ring, stream);
   launch_grant_slot(call.ring.workspaces(), call.ring.slot_index(), call.ring.free_slots(), stream);
   for (size_t i = 0; i < call.ranks.size(); ++i) {
     launch_rank(call, i, options, results[i].lse, stream);
