@@ -10,8 +10,10 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import hashlib
+import itertools
 import json
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -60,31 +62,36 @@ class BenchGap:
 
 def held_out_points(profile: MachineProfile, seed: int = 2026) -> list[Held]:
     """Points that no calibration fits: sizes, producers and gaps between and beyond the fitted."""
-    most = profile.gpu.num_sms
     rng = np.random.default_rng(seed)
     held = []
+    for point, drain in _sizes_and_producers(profile):
+        held.append(Held("aligned", point))
+        for share in (0.0, 0.3, 0.6, 0.8, 0.9, 1.1, 1.4, 2.0):
+            gap = round(share * drain, 2)
+            held.append(Held("train", dataclasses.replace(point, gap_us=gap)))
+        if point.nbytes not in (24 * KIB, 48 * KIB) or point.producers == 16:
+            continue
+        for share in (0.3, 0.6, 0.8, 1.3):
+            gap = round(share * drain, 2)
+            spaced = dataclasses.replace(point, gap_us=gap)
+            for family, rows in (("random", point.producers), ("random_common", 1)):
+                gaps = rng.uniform(0.0, 2.0 * gap, size=(rows, 256))
+                held.append(Held(family, dataclasses.replace(spaced, gaps_us=gaps)))
+            held.append(Held("both", spaced))
+    return held
+
+
+def _sizes_and_producers(profile: MachineProfile) -> Iterator[tuple[Point, float]]:
+    """Points of the held-out sizes and producers, and the time V/R that each drains, us."""
+    most = profile.gpu.num_sms
+    producers = (16, round(0.38 * most), round(0.75 * most), most)
     for mechanism in ("st", "bulk", "tma"):
         rate = profile.mechanism(mechanism).R_GBps
         # A tensor store moves boxes of 64 rows of 128 bytes.
         sizes = (4, 16, 24, 48, 96) if mechanism == "tma" else (4, 12, 20, 24, 48, 96)
-        for K in (16, round(0.38 * most), round(0.75 * most), most):
-            for size in sizes:
-                point = Point(mechanism, K, size * KIB)
-                drain = point.volume / (float(rate(K)) * 1e3)
-                held.append(Held("aligned", point))
-                for share in (0.0, 0.3, 0.6, 0.8, 0.9, 1.1, 1.4, 2.0):
-                    gap = round(share * drain, 2)
-                    held.append(Held("train", dataclasses.replace(point, gap_us=gap)))
-                if size not in (24, 48) or K == 16:
-                    continue
-                for share in (0.3, 0.6, 0.8, 1.3):
-                    gap = round(share * drain, 2)
-                    spaced = dataclasses.replace(point, gap_us=gap)
-                    for family, producers in (("random", K), ("random_common", 1)):
-                        gaps = rng.uniform(0.0, 2.0 * gap, size=(producers, 256))
-                        held.append(Held(family, dataclasses.replace(spaced, gaps_us=gaps)))
-                    held.append(Held("both", spaced))
-    return held
+        for K, size in itertools.product(producers, sizes):
+            point = Point(mechanism, K, size * KIB)
+            yield point, point.volume / (float(rate(K)) * 1e3)
 
 
 def predict(profile: MachineProfile, held: Held, bench: BenchGap) -> Row:

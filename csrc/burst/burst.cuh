@@ -14,9 +14,8 @@
 //              free
 //            Earliest begin and latest end over the warps. The clock is read by volatile asm, and
 //            tests check in SASS that the reads stand around the stores.
-// Global     BurstControl.started[r]   written by rank r with release.sys, read by all (start)
-// protocol   BurstControl.barrier      relaxed adds of this rank's blocks, cleared by the launcher
-//            BurstControl.go_ns        block 0 before the first barrier, read by all behind it
+// Global     start.cuh
+// protocol
 // Requires   all blocks resident (cooperative launch); checked by the launcher.
 // Cost       about 0.1 us between bursts for the stamps, part of the recorded gap.
 #pragma once
@@ -26,6 +25,7 @@
 #include <cstdint>
 
 #include "burst/plan.h"
+#include "burst/start.cuh"
 #include "common/ptx.cuh"
 #include "common/wait.cuh"
 
@@ -67,12 +67,6 @@ struct BurstParams {
   CUtensorMap maps[kMaxRanks];  // tensor stores: the landing area on each rank
 };
 
-__device__ __forceinline__ int64_t clock_now() {
-  int64_t t;
-  asm volatile("mov.u64 %0, %%clock64;" : "=l"(t)::"memory");
-  return t;
-}
-
 __device__ __forceinline__ void store_16(void* p, uint4 v) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z),
                "r"(v.w)
@@ -99,85 +93,6 @@ __device__ __forceinline__ uint4 pattern_16(BurstPlan const& plan, int producer,
                                             uint32_t position) {
   return {static_cast<uint32_t>(plan.seed), static_cast<uint32_t>(producer), position,
           position ^ 0x5bd1e995u};
-}
-
-// The rank that a producer sends to: the k-th set bit of the mask, cyclically.
-__device__ __forceinline__ int destination_of(uint32_t mask, int producer) {
-  int const nth = producer % __popc(mask);
-  for (int i = 0; i < nth; ++i) mask &= mask - 1;
-  return __ffs(mask) - 1;
-}
-
-// Start of the area on `dst_rank` where bytes of this rank land.
-__device__ __forceinline__ char* landing_area(Workspace const& workspace, int dst_rank) {
-  int64_t const area = landing_area_bytes(workspace.region_bytes, workspace.world);
-  return workspace.region(dst_rank, kBurstControlBytes + workspace.rank * area);
-}
-
-// One rendezvous of all blocks of this launch. Relaxed on purpose: a fence here would wait for the
-// bursts that are to be measured. One thread per block calls it.
-__device__ __forceinline__ bool meet_relaxed(Workspace const& workspace, uint64_t expected) {
-  uint64_t* const barrier = &workspace.region<BurstControl>(workspace.rank)->barrier;
-  red_add_relaxed_gpu(barrier, 1);
-  WaitSite const site{Phase::kBurstBarrier, -1, 0, expected};
-  return wait_until(workspace, site, [&] { return ld_relaxed_gpu(barrier); });
-}
-
-// Waits until every rank has begun this call. Block 0 alone; advances this rank's call count.
-__device__ __forceinline__ bool join_ranks(Workspace const& workspace) {
-  Channel* const own = workspace.channel_of(workspace.rank);
-  uint64_t const epoch = own->calls + 1;
-  own->calls = epoch;
-  for (int r = 0; r < workspace.world; ++r) {
-    st_release_sys(&workspace.region<BurstControl>(r)->started[workspace.rank], epoch);
-  }
-  for (int r = 0; r < workspace.world; ++r) {
-    uint64_t const* const started = &workspace.region<BurstControl>(workspace.rank)->started[r];
-    WaitSite const site{Phase::kBurstBarrier, r, epoch, epoch};
-    if (!wait_until(workspace, site, [&] { return ld_acquire_sys(started); })) return false;
-  }
-  return true;
-}
-
-// The block's place in time, set once all blocks and ranks are there.
-struct Origin {
-  int64_t clock;     // stamps count from here
-  int64_t clock_ns;  // globaltimer at `clock`
-  int64_t go_clock;  // the first burst may begin
-};
-
-// Joins the ranks, meets all blocks, and finds the common start on this SM's clock. The start lies
-// 8 us ahead, so that every block has left the barrier by then. One thread per block.
-__device__ __forceinline__ bool begin_together(Workspace const& workspace, bool join,
-                                               uint32_t num_blocks, Origin& origin) {
-  BurstControl* const control = workspace.region<BurstControl>(workspace.rank);
-  if (blockIdx.x == 0) {
-    if (join && !join_ranks(workspace)) return false;
-    st_relaxed_sys(&control->go_ns, global_timer_ns() + 8000);
-    fence_acq_rel_gpu();
-  }
-  if (!meet_relaxed(workspace, num_blocks)) return false;
-  fence_acq_rel_gpu();
-  uint64_t const go_ns = ld_relaxed_sys(&control->go_ns);
-  // The timer ticks coarsely: pair clock and timer at a tick, and measure the clock's rate to it.
-  uint64_t const before = global_timer_ns();
-  uint64_t first = before, second;
-  while (first == before) first = global_timer_ns();
-  int64_t const first_clock = clock_now();
-  do {
-    second = global_timer_ns();
-  } while (second < first + 1500);
-  int64_t const second_clock = clock_now();
-  int64_t const ahead_ns = static_cast<int64_t>(go_ns) - static_cast<int64_t>(first);
-  int64_t const ahead =
-      ahead_ns * (second_clock - first_clock) / static_cast<int64_t>(second - first);
-  origin = {first_clock, static_cast<int64_t>(first), first_clock + ahead};
-  return true;
-}
-
-__device__ __forceinline__ void spin_until(int64_t clock) {
-  while (clock_now() < clock) {
-  }
 }
 
 // Shared memory of burst_kernel and shadow_kernel; stamps and gaps follow it.
@@ -366,6 +281,34 @@ __device__ __forceinline__ int4 collect_stamps(BurstShared const& shared, int pa
           static_cast<int>(free - origin), static_cast<int>(done - origin)};
 }
 
+// Everything visible before the block ends; the time it takes is the backlog.
+template <Mechanism kMechanism>
+__device__ __forceinline__ void finish_block(BurstParams const& params, BurstShared const& shared,
+                                             int4 const* stamps, int bursts, int64_t end,
+                                             bool ran) {
+  BurstPlan const& plan = params.plan;
+  if constexpr (kMechanism == Mechanism::kBulk || kMechanism == Mechanism::kTma) {
+    if (threadIdx.x == 0) bulk_wait<0>();
+  }
+  fence_acq_rel_sys();
+  __syncthreads();
+  int64_t const drained = clock_now();
+  int const recorded = min_of(bursts, static_cast<int>(plan.max_bursts));
+  for (int i = threadIdx.x; i < recorded; i += kBurstThreads) {
+    params.stamps[blockIdx.x * plan.max_bursts + i] = stamps[i];
+  }
+  if (threadIdx.x == 0) {
+    params.heads[blockIdx.x] = {sm_index(),
+                                shared.origin.clock_ns,
+                                static_cast<int64_t>(global_timer_ns()),
+                                shared.origin.clock,
+                                clock_now(),
+                                bursts,
+                                drained - end,
+                                ran && !aborted(params.workspace)};
+  }
+}
+
 template <Mechanism kMechanism>
 __global__ void __launch_bounds__(kBurstThreads)
     burst_kernel(const __grid_constant__ BurstParams params) {
@@ -427,27 +370,7 @@ __global__ void __launch_bounds__(kBurstThreads)
     __syncthreads();
   }
 
-  // Everything visible before the block ends; the time it takes is the backlog.
-  if constexpr (kMechanism == Mechanism::kBulk || kMechanism == Mechanism::kTma) {
-    if (threadIdx.x == 0) bulk_wait<0>();
-  }
-  fence_acq_rel_sys();
-  __syncthreads();
-  int64_t const drained = clock_now();
-  int const recorded = min_of(n, recordable);
-  for (int i = threadIdx.x; i < recorded; i += kBurstThreads) {
-    params.stamps[producer * plan.max_bursts + i] = stamps[i];
-  }
-  if (threadIdx.x == 0) {
-    params.heads[producer] = {sm_index(),
-                              shared.origin.clock_ns,
-                              static_cast<int64_t>(global_timer_ns()),
-                              shared.origin.clock,
-                              clock_now(),
-                              n,
-                              drained - end,
-                              ran && !aborted(params.workspace)};
-  }
+  finish_block<kMechanism>(params, shared, stamps, n, end, ran);
 }
 
 }  // namespace xstage

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import pathlib
-import sys
 from typing import Any
 
 import numpy as np
 import pytest
 
-from xstage_ext import _gpu_facts, _scores, calibrate, doctor, machine, validate
+from xstage_ext import _scores, calibrate, machine, validate
 from xstage_ext._measure import Row, label
 from xstage_ext.burst import BurstLoopPlan, BurstPlan, Point, burst_plan, largest_row
 from xstage_ext.errors import CalibrationError, ProfileError
@@ -73,10 +73,8 @@ def machine_rows(noise: float, outliers: bool = False) -> list[Row]:
     for probe in ("load", "atomic", "bulk_load", "tma_load"):
         for delay in calibrate.SHADOW_DELAYS_US:
             rows.append(shadow_row(Point("st", 0, 4096), probe, delay))
-            for mechanism in TRUTH:
-                for K in (33, NUM_SMS):
-                    for nbytes in calibrate.SHADOW_BYTES:
-                        rows.append(shadow_row(Point(mechanism, K, nbytes), probe, delay))
+            cases = itertools.product(TRUTH, (33, NUM_SMS), calibrate.SHADOW_BYTES)
+            rows += [shadow_row(Point(*case), probe, delay) for case in cases]
     for row in rows:
         for key in ("mean", "median", "slowest", "visible_mean", "visible_slowest", "R_GBps"):
             if key in row:
@@ -336,118 +334,3 @@ def test_onset_is_scored_as_a_classifier() -> None:
     measured = np.array([1.0, 1.0, 0.1, 0.1])
     s = _scores.law_scores(predicted, measured, np.full(4, 0.1))
     assert (s["onset_right"], s["onset_precision"], s["onset_recall"]) == (0.5, 0.5, 0.5)
-
-
-def facts(**changes: Any) -> _gpu_facts.GpuFacts:
-    values: dict[str, Any] = {
-        "name": "NVIDIA H200", "uuid": "GPU-1234567890", "driver": "580", "sm_clock_mhz": 1980.0,
-        "sm_clock_max_mhz": 1980.0, "power_limit_w": 700.0, "utilization_percent": 0.0,
-        "memory_used_mib": 500.0, "links_GBps": (26.562,) * 18, "others": (),
-    }  # fmt: skip
-    return _gpu_facts.GpuFacts(**(values | changes))
-
-
-def verdicts(checks: list[doctor.Check]) -> set[str]:
-    return {check.verdict for check in checks}
-
-
-def test_doctor_is_content_with_a_healthy_machine(calibration: calibrate.Calibration) -> None:
-    assert verdicts(doctor.check_facts([facts(), facts()], calibration.profile)) == {"ok"}
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"links_GBps": (26.562,) * 10}, "10 links are up, profile says NV18"),
-        ({"links_GBps": ()}, "no active NVLink"),
-        ({"power_limit_w": 400.0}, "limited to 400 W"),
-        ({"others": (4711,)}, "used by other processes: 4711"),
-        ({"utilization_percent": 98.0}, "98% busy"),
-        ({"name": "NVIDIA H100"}, "this GPU is NVIDIA H100"),
-    ],
-)
-def test_doctor_says_what_is_off(
-    calibration: calibrate.Calibration, changes: dict[str, Any], words: str
-) -> None:
-    checks = doctor.check_facts([facts(**changes)], calibration.profile)
-    assert any(words in check.text and check.verdict != "ok" for check in checks), checks
-
-
-def test_doctor_finds_a_slow_link(calibration: calibrate.Calibration) -> None:
-    seen = {
-        "clock_mhz": 1980.0, "T0_local_us": 0.6, "T0_local_expected_us": 0.6,
-        "matrix_tflops": 740.0, "visible_us": 1.4, "visible_expected_us": 1.4,
-        "rates": [{"st": 371.0, "bulk": 372.0, "both": 366.0},
-                  {"st": 210.0, "bulk": 212.0, "both": 205.0}],
-    }  # fmt: skip
-    checks = doctor.check_measured(seen, calibration.profile)
-    wrong = {check.what for check in checks if check.verdict == "wrong"}
-    assert wrong == {
-        "rank 1 to the next, st", "rank 1 to the next, bulk", "rank 1, all ranks sending",
-    }  # fmt: skip
-    text = next(check.text for check in checks if check.what == "rank 1 to the next, st")
-    assert text.startswith("210 GB/s, profile 37")
-    assert "below what it should be" in text
-
-
-def test_doctor_compares_both_ways() -> None:
-    assert doctor.compare("x", 99.0, 100.0, "u", "h").verdict == "ok"
-    assert doctor.compare("x", 90.0, 100.0, "u", "h").verdict == "warning"
-    assert doctor.compare("x", 60.0, 100.0, "u", "h").verdict == "wrong"
-    assert doctor.compare("x", 60.0, 100.0, "u", "h", more_is_better=False).verdict == "ok"
-    assert doctor.compare("x", 130.0, 100.0, "u", "h", more_is_better=False).verdict == "wrong"
-
-
-def test_links_are_parsed() -> None:
-    text = "GPU 0: NVIDIA H200 (UUID: GPU-1)\n\t Link 0: 26.562 GB/s\n\t Link 1: <inactive>\n"
-    assert _gpu_facts.parse_links(text) == (26.562,)
-
-
-BURST_SASS = """
-        .section .text._ZN6xstage12burst_kernelILNS_9MechanismE{m}EEEvNS_11BurstParamsE
- BAR.SYNC.DEFER_BLOCKING 0x0 ;
- {first} R2, SR_CLOCKLO ;
- {store} ;
- {store} ;
- CS2R R4, SR_CLOCKLO ;
- MEMBAR.ALL.SYS ;
- CS2R R6, SR_CLOCKLO ;
- BAR.SYNC.DEFER_BLOCKING 0x0 ;
-"""
-STORE = {"0": "STG.E.128 [R2], R4", "1": "UBLKCP.G.S [UR4], [UR6], UR8",
-         "2": "UTMASTG.2D [UR8], [UR4]", "3": "LDG.E.128.STRONG.SYS R4, [R2]"}  # fmt: skip
-
-
-@pytest.fixture
-def burst_sass(repository: pathlib.Path) -> Any:
-    sys.path.insert(0, str(repository / "tools"))
-    import burst_sass as tool
-
-    yield tool
-    sys.path.remove(str(repository / "tools"))
-
-
-def sass(first: str = "CS2R") -> str:
-    text = ""
-    for kind in ("12burst", "13shadow"):
-        for m, store in STORE.items():
-            text += BURST_SASS.format(m=m, first=first, store=store).replace("12burst", kind)
-    return text
-
-
-def test_sass_check_accepts_clocks_around_stores(burst_sass: Any) -> None:
-    assert burst_sass.faults(sass()) == []
-
-
-def test_sass_check_refuses_a_clock_that_waits_in_the_queue(burst_sass: Any) -> None:
-    faults = burst_sass.faults(sass(first="S2UR"))
-    assert any("clock read by S2UR" in fault for fault in faults)
-
-
-def test_sass_check_refuses_a_kernel_that_is_missing(burst_sass: Any) -> None:
-    assert any("not in the listing" in fault for fault in burst_sass.faults(""))
-
-
-def test_sass_check_refuses_stores_without_a_clock_before(burst_sass: Any) -> None:
-    text = sass().replace(" CS2R R2, SR_CLOCKLO ;\n", "")
-    assert any("no burst between two clocks" in fault for fault in burst_sass.faults(text))
