@@ -122,6 +122,10 @@ class UlyssesAttention(torch.nn.Module):
         name: str = "ulysses",
     ) -> None:
         super().__init__()
+        if scale is not None and not scale > 0:
+            raise ValueError(
+                f"xstage.UlyssesAttention: scale: expected a positive number, got {scale}"
+            )
         distributed = dist.is_available() and dist.is_initialized()
         self.group = group
         self.world = dist.get_world_size(group) if distributed else 1
