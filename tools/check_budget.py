@@ -2,8 +2,8 @@
 
 Python is measured with `ast`; C++ and CUDA by their braces: a function is a block at namespace or
 class level whose head ends with `)` and perhaps qualifiers or initialisers. Operators
-(`TORCH_BOX(&name)`) take the arguments of their schema, so their parameters are not counted, and
-blocks of schemas and registrations may be as long as there are operators.
+(`TORCH_BOX(&name)`) and their fakes take the arguments of their schema, so their parameters are not
+counted, and blocks of schemas and registrations may be as long as there are operators.
 """
 
 from __future__ import annotations
@@ -180,7 +180,10 @@ def problems(path: pathlib.Path) -> list[str]:
     name = path.relative_to(ROOT)
     found = [f"{name}: {lines} lines, {MAX_FILE_LINES} allowed"] if lines > MAX_FILE_LINES else []
     functions = python_functions(text) if path.suffix == ".py" else native_functions(text)
-    operators = set(re.findall(r"TORCH_BOX\(&(\w+)\)", text))
+    operators = set(
+        re.findall(r"TORCH_BOX\(&(\w+)\)|register_fake\(\s*f?\"[^\"]+\", (\w+)\)", text)
+    )
+    operators = {name for pair in operators for name in pair if name}
     for function in functions:
         if function.kind == "registration":
             continue
