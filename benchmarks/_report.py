@@ -94,12 +94,17 @@ def facts() -> dict[str, Any]:
 
 @functools.cache
 def commit() -> str | None:
-    """Short hash of the checkout, with `+` when tracked files differ; None outside of git."""
+    """Short hash of the checkout, with `+` when tracked files differ.
+
+    Outside of git it is what a file COMMIT in the root says (`git archive` for another machine), or
+    None.
+    """
     try:
         head = _git("rev-parse", "--short=12", "HEAD")
         dirty = _git("status", "--porcelain", "--untracked-files=no", "--", "csrc", "xstage_ext")
     except (OSError, subprocess.CalledProcessError):
-        return None
+        exported = ROOT / "COMMIT"
+        return exported.read_text(encoding="utf-8").strip() if exported.is_file() else None
     return head + ("+" if dirty else "")
 
 
