@@ -111,7 +111,7 @@ class MathRole {
  public:
   using Element = typename Traits::Element;
   using Storage = Fa3SharedStorage<Traits>;
-  using Softmax = OnlineSoftmax<Traits::kBlockN, Traits::kPolynomial>;
+  using Softmax = OnlineSoftmax<Traits::kBlockN>;
   using FragmentO = decltype(cute::partition_fragment_C(
       typename Traits::MmaPV{}, cute::Shape<cute::Int<kGroupRows>, cute::Int<Traits::kHeadDim>>{}));
 

@@ -22,20 +22,6 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// 2^x on the multiply-add units, for x up to 120: split into integer and fraction by rounding, a
-// polynomial for the fraction (relative error 7.5e-5, below half a bfloat16 or float16 step), the
-// integer added to the exponent. Below -126 the result is the smallest normal number, not zero.
-__device__ __forceinline__ float exp2_polynomial(float x) {
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: integers end up in the low bits
-  x = fmaxf(x, -126.0f);
-  float const rounded = x + kRound;
-  float const fraction = x - (rounded - kRound);
-  float power = fmaf(0.05517167f, fraction, 0.24261112f);
-  power = fmaf(power, fraction, 0.69326099f);
-  power = fmaf(power, fraction, 0.99992807f);
-  return __int_as_float(__float_as_int(power) + (__float_as_int(rounded) << 23));
-}
-
 // A maximum that keeps NaN.
 __device__ __forceinline__ float max_nan(float a, float b) {
   float y;
@@ -51,8 +37,7 @@ __device__ __forceinline__ float combine_quad(float x, Combine combine) {
 }
 
 // kColumns: of a block of scores; a thread holds kColumns / 2 of them in two rows (masks.cuh).
-// kPolynomial: eighths of the exponentials that the multiply-add units compute.
-template <int kColumns, int kPolynomial>
+template <int kColumns>
 class OnlineSoftmax {
  public:
   static constexpr int kSize = kColumns / 2;
@@ -119,9 +104,7 @@ class OnlineSoftmax {
   __device__ __forceinline__ void exponentiate(Scores& scores) {
 #pragma unroll
     for (int e = kBegin; e < kEnd; ++e) {
-      float const x = scores(e) * scale_log2_ - offset_[e / 2 % 2];
-      bool const polynomial = e / 4 * kPolynomial % 8 < kPolynomial;
-      scores(e) = polynomial ? exp2_polynomial(x) : exp2_approx(x);
+      scores(e) = exp2_approx(scores(e) * scale_log2_ - offset_[e / 2 % 2]);
       sum_[e / 2 % 2][e % 2] += scores(e);
     }
   }

@@ -24,15 +24,13 @@ struct ScoreAtom<Element, kHeadDim, 160> {
   using type = WgmmaN160<Element>;
 };
 
-template <class Element_, int kHeadDim_, int kBlockM_, int kBlockN_, bool kCausal_,
-          int kPolynomial_ = 0>
+template <class Element_, int kHeadDim_, int kBlockM_, int kBlockN_, bool kCausal_>
 struct Fa3Traits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kBlockM = kBlockM_;
   static constexpr int kBlockN = kBlockN_;
   static constexpr bool kCausal = kCausal_;
-  static constexpr int kPolynomial = kPolynomial_;  // eighths of the exponentials (softmax.cuh)
   static constexpr int kStages = 2;
 
   static constexpr int kMathGroups = kBlockM / kGroupRows;

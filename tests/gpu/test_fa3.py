@@ -89,7 +89,7 @@ def test_numerics(shape: Shape, dtype: torch.dtype, head_dim: int, causal: bool)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("direction", ["rising", "falling", "spikes", "huge"])
 def test_growing_scores(head_dim: int, direction: str) -> None:
-    """References are raised late: scores that grow or jump by hundreds must still come out right."""
+    """References are raised late: scores that grow or jump by hundreds still come out right."""
     q, k, v = operands(Shape(2, 300, 2000, 2, 2), head_dim, torch.bfloat16)
     ramp = torch.linspace(0.05, 30, 2000, device="cuda")
     if direction == "falling":
@@ -128,7 +128,10 @@ def test_any_strides() -> None:
     storage = torch.randn(batch * rows * heads * head_dim + 1, device="cuda", dtype=torch.bfloat16)
     tensors = {
         "sliced": wide.unflatten(2, (3, heads)).unbind(2)[1],
-        "transposed": torch.randn_like(wide[:, :, :heads]).transpose(1, 2).contiguous().transpose(1, 2),
+        "transposed": torch.randn_like(wide[:, :, :heads])
+        .transpose(1, 2)
+        .contiguous()
+        .transpose(1, 2),
         "every second row": torch.randn(batch, 2 * rows, heads, head_dim).to(wide)[:, ::2],
         "expanded heads": torch.randn_like(wide[:, :, :1]).expand(-1, -1, heads, -1),
         "odd base": storage[1:].view(batch, rows, heads, head_dim),
