@@ -90,12 +90,14 @@ class Resources:
         ]
         return [*_wire_header(), *fields]
 
-    def announce(self, failure: int) -> None:
-        """Tell all peers, on the current stream, that this process's ranks take no further part."""
+    def announce(self, failure: int, channel: int = 0) -> None:
+        """Tell all peers, on the current stream, that this process's ranks take no further part.
+
+        From the next call of `channel` on; its earlier calls are not concerned.
+        """
         for rank in self.own_ranks:
-            torch.ops.xstage.workspace_announce(
-                self.memory.block(rank), failure, self.words(rank, channel=0, offset=0, nbytes=0)
-            )
+            words = self.words(rank, channel=channel, offset=0, nbytes=0)
+            torch.ops.xstage.workspace_announce(self.memory.block(rank), failure, words)
 
     def synchronize(self) -> None:
         """Wait until the device has finished; at most a deadline per pending call."""

@@ -84,7 +84,7 @@ class ChannelLease:
 
     def refuse(self, reason: str) -> None:
         """See `SymmetricWorkspace.refuse`."""
-        self.workspace.refuse(f"channel {self.name!r}: {reason}")
+        self.workspace.refuse(f"channel {self.name!r}: {reason}", self.index)
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:

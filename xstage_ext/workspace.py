@@ -309,7 +309,7 @@ class SymmetricWorkspace:
             self.reset()
         self.check()
 
-    def refuse(self, reason: str) -> None:
+    def refuse(self, reason: str, channel: int = 0) -> None:
         """Tell all peers that this rank refuses a call, so that they raise PeerError with `reason`.
 
         The workspace then needs a reset, which the next call makes.
@@ -317,7 +317,7 @@ class SymmetricWorkspace:
         if self.closed or self._failure is not None:
             return
         self._exchange.post_reason(reason)
-        self._resources.announce(_faults.REFUSED)
+        self._resources.announce(_faults.REFUSED, channel)
         self._failure = PeerError(f"rank {self.rank} of {self.world} itself refused: {reason}")
 
     def reset(self) -> None:

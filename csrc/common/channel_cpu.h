@@ -60,10 +60,12 @@ inline void record_fault(Workspace const& workspace, RecordSlot slot, WaitSite s
   __atomic_store_n(&record->kind, static_cast<uint32_t>(kind), __ATOMIC_RELEASE);
 }
 
-// Marks this rank as failed in every block, its own first. Peers that wait for it leave.
-inline void announce_failure(Workspace const& workspace, Failure failure) {
+// Marks this rank as failed in every block, its own first: from call `epoch` of this channel on it
+// takes no part. Peers that wait for it leave.
+inline void announce_failure(Workspace const& workspace, Failure failure, uint64_t epoch) {
   for (int64_t i = 0; i < workspace.world; ++i) {
     int64_t const dst_rank = (workspace.rank + i) % workspace.world;
+    st_release(&workspace.channel_of(dst_rank)->failed_at[workspace.rank], epoch);
     or_release(&workspace.control(dst_rank)->failed, failure_bits(workspace.rank, failure));
   }
 }
@@ -72,19 +74,22 @@ inline void give_up(Workspace const& workspace, WaitSite site, FaultKind kind, u
                     uint64_t waited_ns) {
   if (aborted(workspace)) return;
   record_fault(workspace, kFatalRecord, site, kind, seen, waited_ns);
-  announce_failure(workspace, Failure::kGaveUp);
+  announce_failure(workspace, Failure::kGaveUp, site.epoch);
 }
 
-// True while no rank has failed; asked once more at a call's end, see wait.cuh.
+// True unless a rank failed in this call or before; asked at a call's end, see wait.cuh.
 inline bool nobody_failed(Workspace const& workspace, WaitSite site) {
   uint64_t const failed = ld_acquire(&workspace.control(workspace.rank)->failed);
   if (failure_of(failed, workspace.rank) != Failure::kNone) return false;
-  int const culprit = failed_rank(failed, -1);
-  if (culprit < 0) return true;
-  site.src_rank = culprit;
-  give_up(workspace, site, FaultKind::kPeerFailed,
-          static_cast<uint64_t>(failure_of(failed, culprit)), 0);
-  return false;
+  for (int r = 0; r < workspace.world; ++r) {
+    Failure const failure = failure_of(failed, r);
+    uint64_t const failed_at = ld_acquire(&workspace.channel_of(workspace.rank)->failed_at[r]);
+    if (failure == Failure::kNone || failed_at == 0 || failed_at > site.epoch) continue;
+    site.src_rank = r;
+    give_up(workspace, site, FaultKind::kPeerFailed, static_cast<uint64_t>(failure), 0);
+    return false;
+  }
+  return true;
 }
 
 // Polls until load() >= site.expected; sleeps longer and longer (at most 0.2 ms) between polls,

@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kWarp)
 
 __global__ void announce_failure_kernel(__grid_constant__ Workspace const workspace,
                                         Failure failure) {
-  announce_failure(workspace, failure);
+  announce_failure(workspace, failure, call_epoch(workspace));
 }
 
 }  // namespace

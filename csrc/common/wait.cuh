@@ -37,10 +37,13 @@ static __device__ __noinline__ void record_fault(Workspace const& workspace, Rec
   st_release_sys(&record->kind, static_cast<uint32_t>(kind));
 }
 
-// Marks this rank as failed in every block, its own first. Peers that wait for it leave.
-static __device__ __noinline__ void announce_failure(Workspace const& workspace, Failure failure) {
+// Marks this rank as failed in every block, its own first: from call `epoch` of this channel on it
+// takes no part. Peers that wait for it leave.
+static __device__ __noinline__ void announce_failure(Workspace const& workspace, Failure failure,
+                                                     uint64_t epoch) {
   for (int64_t i = 0; i < workspace.world; ++i) {
     int64_t const dst_rank = (workspace.rank + i) % workspace.world;
+    st_relaxed_sys(&workspace.channel_of(dst_rank)->failed_at[workspace.rank], epoch);
     red_or_release_sys(&workspace.control(dst_rank)->failed, failure_bits(workspace.rank, failure));
   }
 }
@@ -51,21 +54,26 @@ static __device__ __noinline__ void give_up(Workspace const& workspace, WaitSite
                                             FaultKind kind, uint64_t seen, uint64_t waited_ns) {
   if (aborted(workspace)) return;
   record_fault(workspace, kFatalRecord, site, kind, seen, waited_ns);
-  announce_failure(workspace, Failure::kGaveUp);
+  announce_failure(workspace, Failure::kGaveUp, site.epoch);
 }
 
-// True while no rank has failed. A call whose wait has been satisfied asks once more at its end, so
-// that ranks do not disagree on whether it succeeded when one of them gave up after it had sent its
-// part.
+// True unless a rank failed in this call or before. A call whose waits were satisfied asks at its
+// end, so that ranks agree on whether it succeeded when one gave up after it had sent its part. A
+// failure in a later call does not concern this one.
 __device__ __forceinline__ bool nobody_failed(Workspace const& workspace, WaitSite site) {
   uint64_t const failed = ld_acquire_sys(&workspace.control(workspace.rank)->failed);
+  if (failed == 0) return true;
   if (failure_of(failed, workspace.rank) != Failure::kNone) return false;
-  int const culprit = failed_rank(failed, -1);
-  if (culprit < 0) return true;
-  site.src_rank = culprit;
-  give_up(workspace, site, FaultKind::kPeerFailed,
-          static_cast<uint64_t>(failure_of(failed, culprit)), 0);
-  return false;
+  Channel const* const own = workspace.channel_of(workspace.rank);
+  for (int r = 0; r < workspace.world; ++r) {
+    Failure const failure = failure_of(failed, r);
+    uint64_t const failed_at = ld_relaxed_sys(&own->failed_at[r]);
+    if (failure == Failure::kNone || failed_at == 0 || failed_at > site.epoch) continue;
+    site.src_rank = r;
+    give_up(workspace, site, FaultKind::kPeerFailed, static_cast<uint64_t>(failure), 0);
+    return false;
+  }
+  return true;
 }
 
 // Spins until load() >= site.expected. load() carries the memory order of the wait.

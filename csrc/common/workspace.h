@@ -46,7 +46,7 @@ struct alignas(128) Channel {
   uint64_t last_use[kMaxSlots];  // last_use[s]: last call that was granted output slot s
   // Written by peers.
   uint64_t from[kMaxRanks];  // from[r]: signal of rank r's last call; its stores to us are done
-  uint64_t pad_from[8];
+  uint64_t failed_at[kMaxRanks];  // failed_at[r]: first call in which rank r took no part; 0: none
   uint64_t released[kMaxSlots][kMaxRanks];  // [s][r]: last call in which rank r had slot s free
 };
 static_assert(sizeof(Channel) == 1408, "peers address this structure by offset");

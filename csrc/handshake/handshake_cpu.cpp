@@ -58,7 +58,8 @@ std::vector<Tensor> handshake_virtual(std::vector<Tensor> payloads, std::vector<
 }
 
 void announce(Tensor const&, int64_t failure, std::vector<int64_t> workspace) {
-  cpu::announce_failure(read_workspace(workspace, true), read_failure(failure));
+  Workspace const ws = read_workspace(workspace, true);
+  cpu::announce_failure(ws, read_failure(failure), cpu::call_epoch(ws));
 }
 
 int64_t region_bytes(int64_t world, int64_t row_bytes, int64_t slots) {

@@ -63,6 +63,13 @@ def test_slots_are_held_by_results() -> None:
         assert "2 of 2 slots hold live results" in outcome.facts["exhausted"]
 
 
+def test_a_full_dev_shm_is_told_in_numbers() -> None:
+    for outcome in launch("too_large", 2):
+        assert outcome.facts["error"] == "WorkspaceError", str(outcome)
+        assert "/dev/shm has " in outcome.facts["text"]
+        assert "enlarge it (containers: --shm-size)" in outcome.facts["text"]
+
+
 # --- one process ------------------------------------------------------------------------------
 
 

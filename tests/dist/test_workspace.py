@@ -148,6 +148,17 @@ def test_fifty_workspaces_give_their_memory_back(group: tuple[int, int]) -> None
     assert used[-1] - used[2] < 50 << 20, used
 
 
+def test_out_of_memory_on_one_rank_is_told_by_all(group: tuple[int, int]) -> None:
+    free, _ = torch.cuda.mem_get_info()
+    eaten = torch.empty(free - (8 << 30) if group[0] == 1 else 0, dtype=torch.uint8, device="cuda")
+    with pytest.raises(WorkspaceError, match="cannot allocate .* bytes: rank 1: "):
+        SymmetricWorkspace(nbytes=16 << 30, timeout_ms=10_000)
+    del eaten
+    torch.cuda.empty_cache()
+    with SymmetricWorkspace(nbytes=1 << 16, timeout_ms=10_000) as workspace:
+        checked(workspace.channel("h", handshake_bytes(group[1], 40)), 0, 10)
+
+
 # --- fresh processes, started by rank 0 -------------------------------------------------------
 
 

@@ -229,8 +229,8 @@ def exception(place: Place, how: str) -> None:
     """Rank 1 leaves by an exception; the others wait for it in a call."""
     workspace = place.workspace(timeout_ms=30_000)
     lease = workspace.channel("layer.0", 1 << 16)
-    exchange(lease, 0)
-    workspace.agree("everyone has finished the first call")
+    for call in range(20):
+        exchange(lease, call)
     if place.rank == 1:
         if how == "with":
             with workspace:
@@ -244,8 +244,8 @@ def refusal(place: Place) -> None:
     workspace = place.workspace(timeout_ms=20_000)
     lease = workspace.channel("layer.3", 1 << 16)
     for trial in range(2):
-        exchange(lease, 0)
-        workspace.agree("everyone has finished the first call")
+        for call in range(20):  # a refusal of the next call must not reach back into these
+            exchange(lease, call)
         try:
             if place.rank == 0:
                 with lease.guard():
@@ -311,6 +311,11 @@ def watched(place: Place) -> None:
     torch.ops.xstage.handshake(torch.ones(10, device=place.device), lease.words())
     watcher.join(10)
     os._exit(0 if not watcher.is_alive() else 1)
+
+
+def too_large(place: Place) -> None:
+    """More memory than there is."""
+    reported(lambda: place.workspace(1 << 46))
 
 
 # --- exits ------------------------------------------------------------------------------------
