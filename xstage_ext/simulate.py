@@ -41,6 +41,8 @@ class Assumptions:
         Depth of a stage in elements.
     l2_reuse : float
         Share of L2 that operands can rely on.
+    hbm_share : float
+        Share of the profile's memory rate that operand streams of tiles reach.
     hbm_sm_share : float
         One SM reads at most this multiple of its even share of the memory rate.
     pull_share : float
@@ -60,6 +62,7 @@ class Assumptions:
     prefetch_stages: int = 4
     block_k: int = 64
     l2_reuse: float = 0.6
+    hbm_share: float = 0.85
     hbm_sm_share: float = 1.5
     pull_share: float = 0.5
     visibility_us: float | None = None
@@ -231,7 +234,8 @@ def _machine(
     slice_bytes = 2.0 * plan.block_n * min(8 * plan.slice_rows, plan.block_m)
     linear1_us, stage_us = tile_us(profile, plan, plan.hidden, assume.block_k)
     linear2_us, _ = tile_us(profile, plan, plan.intermediate, assume.block_k)
-    even = profile.rates.hbm_GBps / profile.gpu.num_sms
+    hbm_GBps = assume.hbm_share * profile.rates.hbm_GBps
+    even = hbm_GBps / profile.gpu.num_sms
     k = float(plan.num_sms)
     area = plan.block_m * plan.block_n / (128.0 * 256.0)
     values = {
@@ -241,7 +245,7 @@ def _machine(
         "epilogue2_us": assume.epilogue2_us * area,
         "flag_us": profile.rates.flag_us,
         "setup_us": assume.setup_us,
-        "hbm_GBps": profile.rates.hbm_GBps,
+        "hbm_GBps": hbm_GBps,
         "hbm_sm_GBps": even * assume.hbm_sm_share,
         "reuse_bytes": profile.gpu.l2_bytes * assume.l2_reuse,
         "pull_GBps": profile.rates.pull_GBps,
