@@ -62,6 +62,8 @@ class Resources:
         )
         if hasattr(torch.ops.xstage, "workspace_load"):
             torch.ops.xstage.workspace_load(memory.block(self.own_ranks[0]))
+        # Made now: making the first stream waits for running kernels, and close() must not.
+        self._side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         _sweep()
         _LIVE.add(self)
         _hook_exit()
@@ -135,7 +137,7 @@ class Resources:
                 self.synchronize()
             if not alone:
                 # A stream of its own: a stuck kernel on the current one must not hold it up.
-                with torch.cuda.stream(torch.cuda.Stream(self.device)):
+                with torch.cuda.stream(self._side_stream):
                     self.announce(failure)
             self.synchronize()
 

@@ -78,9 +78,11 @@ def test_deadline_fires_and_a_reset_recovers() -> None:
 def test_a_refusal_ends_the_wait_at_once() -> None:
     lease = lease_of(2, 64, timeout_ms=20_000)
     words = [lease.words(rank=r) for r in range(2)]
+    side = torch.cuda.Stream()  # making a stream may wait for running kernels
+    payload = torch.ones(16, device="cuda")
+    torch.cuda.synchronize()
     started = time.monotonic()
-    out = torch.ops.xstage.handshake(torch.ones(16, device="cuda"), words[0])
-    side = torch.cuda.Stream()
+    out = torch.ops.xstage.handshake(payload, words[0])
     with torch.cuda.stream(side):  # the first call waits on the current stream
         torch.ops.xstage.workspace_announce(lease.region(1), 1, words[1])
     torch.cuda.synchronize()
