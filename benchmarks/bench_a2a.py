@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 benchmarks/bench_a2a.py [--quick]
 
 Arms, each a CUDA graph of several calls, replayed:
-  bulk, vector     xstage::ulysses_a2a, layout change inside, results ready to read
-  permute+nccl     copy to blocks, all_to_all_single, copy to the final layout
-  nccl             all_to_all_single alone: no layout change, not a usable result
+  auto, bulk, vector   xstage::ulysses_a2a, layout change inside, results ready to read
+  permute+nccl         copy to blocks, all_to_all_single, copy to the final layout
+  nccl                 all_to_all_single alone: no layout change, not a usable result
 
 Directions: `heads` sends q, k and v in one call, `sequence` one output back. Sizes are bytes that
 one rank sends to its peers per call (its own share is not counted); both directions of the link
@@ -27,24 +27,25 @@ from xstage_ext.testing import Timing, time_arms
 from xstage_ext.ulysses import ulysses_a2a
 from xstage_ext.workspace import SymmetricWorkspace, region_bytes
 
-HEADS, HEAD_DIM = 24, 128
+HEAD_DIM = 128
 SIZES_MB = (0.25, 1, 4, 16, 32, 64, 128)
 CALLS = 8
 """Calls per graph."""
 
 
-def make_plan(world: int, rows: int, path: str, num_sms: int) -> AttentionPlan:
+def make_plan(world: int, rows: int, heads: int, path: str, num_sms: int) -> AttentionPlan:
     """An even plan of `rows` rows per rank."""
     shares = (rows,) * world
-    heads = (HEADS // world,) * world
+    head_shares = (heads // world,) * world
+    store_path = 0 if path == "auto" else STORE_PATHS.index(path)
     return AttentionPlan(
-        shares, shares, heads, slots=4, store_path=STORE_PATHS.index(path), num_sms=num_sms
+        shares, shares, head_shares, slots=4, store_path=store_path, num_sms=num_sms
     )
 
 
-def rows_for(megabytes: float, world: int, tensors: int) -> int:
+def rows_for(megabytes: float, world: int, tensors: int, heads: int) -> int:
     """Rows per rank so that the remote bytes of a call are about `megabytes`."""
-    row_bytes = tensors * HEADS * HEAD_DIM * 2 * (world - 1) / world
+    row_bytes = tensors * heads * HEAD_DIM * 2 * (world - 1) / world
     return max(1, round(megabytes * 1e6 / row_bytes))
 
 
@@ -100,16 +101,22 @@ class Bench:
     """One direction and size: inputs, arms, rows of the report."""
 
     def __init__(
-        self, workspace: SymmetricWorkspace, direction: str, megabytes: float, sms: list[int]
-    ):
+        self,
+        workspace: SymmetricWorkspace,
+        direction: str,
+        megabytes: float,
+        heads: int,
+        sms: list[int],
+    ) -> None:
         self.direction = direction
         self.world = dist.get_world_size()
         self.tensors = 3 if direction == "heads" else 1
-        self.rows = rows_for(megabytes, self.world, self.tensors)
+        self.heads = heads
+        self.rows = rows_for(megabytes, self.world, self.tensors, heads)
         shape = (
-            (1, self.rows, HEADS, HEAD_DIM)
+            (1, self.rows, heads, HEAD_DIM)
             if direction == "heads"
-            else (1, self.rows * self.world, HEADS // self.world, HEAD_DIM)
+            else (1, self.rows * self.world, heads // self.world, HEAD_DIM)
         )
         self.inputs = [
             torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(self.tensors)
@@ -121,7 +128,7 @@ class Bench:
 
     def ours(self, path: str, num_sms: int) -> Callable[[], list[torch.Tensor]]:
         """A call on a channel of its own."""
-        plan = make_plan(self.world, self.rows, path, num_sms)
+        plan = make_plan(self.world, self.rows, self.heads, path, num_sms)
         if self.direction == "sequence":
             plan = plan.to_sequence()
         nbytes = plan.a2a_region_bytes(self.tensors, 1, HEAD_DIM)
@@ -134,8 +141,8 @@ class Bench:
         self.leases: list = []
         wanted = self.by_nccl(self.inputs)
         arms = {}
-        for path in ("bulk", "vector"):
-            for num_sms in self.sms:
+        for path in ("auto", "bulk", "vector"):
+            for num_sms in [0] if path == "auto" else self.sms:
                 call = self.ours(path, num_sms)
                 name = f"{path}-{num_sms}"
                 self.ok[name] = same(call(), wanted)
@@ -163,22 +170,20 @@ def main() -> None:
     parser.add_argument("--sms", type=int, nargs="*", default=[0], help="blocks; 0: the default")
     parser.add_argument("--out", default="a2a.jsonl", help="file below benchmarks/results/")
     parser.add_argument("--sizes", type=float, nargs="*", help="MB of remote bytes")
+    parser.add_argument("--heads", type=int, default=24, help="heads of the model")
     args = parser.parse_args()
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     sizes = args.sizes or ([1, 32, 128] if args.quick else SIZES_MB)
-    arms = 2 * len(args.sms)
-    largest = make_plan(
-        dist.get_world_size(), rows_for(max(sizes), dist.get_world_size(), 3), "bulk", 0
-    )
-    per_arm = (
-        largest.a2a_region_bytes(3, 1, HEAD_DIM) + largest.a2a_region_bytes(3, 1, HEAD_DIM) // 8
-    )
+    arms = 1 + 2 * len(args.sms)
+    world = dist.get_world_size()
+    largest = make_plan(world, rows_for(max(sizes), world, 3, args.heads), args.heads, "auto", 0)
+    per_arm = round(1.1 * largest.a2a_region_bytes(3, 1, HEAD_DIM))
     workspace = SymmetricWorkspace(nbytes=region_bytes([per_arm] * arms))
     writer = ResultWriter(args.out) if dist.get_rank() == 0 else None
     for direction in ("heads", "sequence"):
         for megabytes in sizes:
-            bench = Bench(workspace, direction, megabytes, args.sms)
+            bench = Bench(workspace, direction, megabytes, args.heads, args.sms)
             timings = bench.run(pairs=10 if args.quick else 20)
             remote = bench.remote_bytes()
             for name, timing in timings.items():
@@ -189,7 +194,7 @@ def main() -> None:
                     shape={
                         "direction": direction,
                         "rows": bench.rows,
-                        "heads": HEADS,
+                        "heads": bench.heads,
                         "D": HEAD_DIM,
                     },
                     world=bench.world,

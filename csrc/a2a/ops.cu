@@ -6,8 +6,11 @@
 namespace xstage {
 namespace {
 
-// Enough to fill the link by either path (csrc/a2a/README.md).
-constexpr int kDefaultSms = 128;
+// What a call takes unless its plan says otherwise (measured, csrc/a2a/README.md): a small call
+// fewer blocks, which all have to arrive at its end; a large one enough to fill the link.
+constexpr int kSmallSms = 32;
+constexpr int kLargeSms = 128;
+constexpr int64_t kSmallBytes = 8 << 20;
 constexpr int64_t kSmallestChunk = 2048;
 
 enum class Mover { kBulk, kVector16, kVector2 };
@@ -38,8 +41,8 @@ int64_t sent_bytes(Exchange const& exchange) {
   return most;
 }
 
-// Rows of a tensor that make a chunk: so many that every block has about one for every destination,
-// but never more than a stage holds.
+// Rows of a tensor that make a chunk: so many that every block has one for every destination, but
+// never more than a stage holds.
 int32_t rows_per_chunk(Exchange const& exchange, A2aForm const& form, int64_t blocks) {
   int64_t heads = 1;
   for (int r = 0; r < form.world; ++r) heads = max_of<int64_t>(heads, form.heads[r].count);
@@ -102,10 +105,11 @@ bool lines_fit(A2aParams const& params) {
   return true;
 }
 
-Mover choose_mover(A2aParams const& params, size_t num_ranks, StorePath path) {
+// The plan's default (kTensor) leaves the choice between bulk and 16-byte stores to the size.
+Mover choose_mover(A2aParams const& params, size_t num_ranks, StorePath path, bool small) {
   if (!aligned(params, num_ranks)) return Mover::kVector2;
   if (path == StorePath::kVector || !lines_fit(params)) return Mover::kVector16;
-  return Mover::kBulk;
+  return path == StorePath::kTensor && small ? Mover::kVector16 : Mover::kBulk;
 }
 
 struct Kernel {
@@ -133,10 +137,11 @@ Kernel kernel_of(Mover mover) {
 void launch(Exchange const& exchange, cudaStream_t stream) {
   int64_t const ranks = static_cast<int64_t>(exchange.call.ranks.size());
   AttentionPlan const& plan = exchange.call.plan;
-  int64_t const sms = plan.num_sms != 0 ? plan.num_sms : kDefaultSms;
-  // The mover depends on alignment only, so any number of blocks will do to find it.
+  bool const small = sent_bytes(exchange) < kSmallBytes;
+  int64_t const sms = plan.num_sms != 0 ? plan.num_sms : small ? kSmallSms : kLargeSms;
+  // The mover depends on alignment and size only: any number of blocks will do to find it.
   Kernel const kernel = kernel_of(choose_mover(make_params(exchange, 1), exchange.call.ranks.size(),
-                                               static_cast<StorePath>(plan.store_path)));
+                                               static_cast<StorePath>(plan.store_path), small));
   int64_t const blocks = max_of<int64_t>(1, sms * kernel.blocks_per_sm / ranks);
   A2aParams params = make_params(exchange, blocks);
   XS_CUDA(cudaFuncSetAttribute(kernel.entry, cudaFuncAttributeMaxDynamicSharedMemorySize,
