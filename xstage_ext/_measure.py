@@ -143,6 +143,13 @@ def train_everywhere(session: Session, point: Point, kind: str = "both") -> Row:
     return row
 
 
+def wake_link(bench: BurstBench) -> None:
+    """50 ms of traffic: the first trains after a pause run a few per cent slower."""
+    point = Point("bulk", bench.num_sms, 64 << 10, window_us=5000.0, bursts=1)
+    for _ in range(10):
+        bench.run(spread(point))
+
+
 def gap_overhead(bench: BurstBench) -> tuple[float, float]:
     """(shortest, late) of the bench itself, us: a gap of G lasts max(shortest, G + late)."""
     point = Point("st", bench.num_sms, 1024, window_us=400.0, bursts=1000, local=True)

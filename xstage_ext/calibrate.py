@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from . import _measure, _pictures, _profile_fit, machine
+from . import _calibration_report, _measure, _pictures, _profile_fit, machine
 from ._gpu_facts import complaints
 from ._measure import Row
 from ._profile_fit import MECHANISMS, PROBES, Finding
@@ -58,6 +58,12 @@ class Calibration:
     environment: dict[str, Any]
     shadow_errors: dict[str, float]
 
+    def report(self) -> str:
+        """Everything in words and tables (Markdown)."""
+        return _calibration_report.markdown(
+            self.profile, self.rows, self.findings, self.environment, self.shadow_errors
+        )
+
     def save(self, path: pathlib.Path, pictures: bool = True) -> list[pathlib.Path]:
         """Write the profile, the raw measurements beside it, and the pictures."""
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +76,9 @@ class Calibration:
             "rows": self.rows,
         }
         raw.write_text(_json_lines(record), encoding="utf-8")
-        written = [path, raw]
+        report = path.with_name(f"{path.stem}.calibration.md")
+        report.write_text(self.report(), encoding="utf-8")
+        written = [path, raw, report]
         if pictures:
             written += _pictures.draw_all(self.profile, self.rows, path.with_suffix(""))
         return written
@@ -135,6 +143,7 @@ def measure(session: Session, progress: _measure.Progress) -> tuple[list[Row], d
     progress("copy engine, matrix products, memory")
     rates["copy_engine_GBps"] = _measure.copy_engine_GBps(session)
     if session.leads:
+        _measure.wake_link(bench)
         rates["matrix_bf16_tflops"] = _measure.matrix_tflops(session.device)
         rates["hbm_GBps"] = _measure.memory_GBps(session.device)
         rates["gap_shortest_us"], rates["gap_late_us"] = _measure.gap_overhead(bench)

@@ -148,9 +148,9 @@ def _measure_rank(session: Session, profile: MachineProfile) -> dict[str, Any]:
     first: dict[str, float] = {}
     for rank in range(session.world):
         if rank == session.rank:
+            _measure.wake_link(bench)
             for name in ("st", "bulk"):
                 point = Point(name, most, 64 * KIB)
-                # The median of several: the first runs after a pause are a little slower.
                 own[name] = float(
                     np.median([_measure.train(bench, point)["R_GBps"] for _ in range(7)])
                 )

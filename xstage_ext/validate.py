@@ -187,6 +187,7 @@ def _on_rank(session: Session, profile: MachineProfile, out: pathlib.Path) -> di
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not session.leads) as bar:
         task = bar.add_task("predicting", total=None)
+        _measure.wake_link(session.bench)
         bench = BenchGap(*_measure.gap_overhead(session.bench))
         rows = [predict(profile, one, bench) for one in held]
         predict_by_producers(profile, held, rows, bench)

@@ -99,6 +99,7 @@ __device__ __forceinline__ uint4 pattern_16(BurstPlan const& plan, int producer,
 struct BurstShared {
   alignas(1024) char slab[kSlabBytes];
   Origin origin;
+  int begun;  // all ranks and blocks met
   int go_on;
   // Raw clocks by parity of the burst. All 64 bits are stored on purpose: of a clock whose upper
   // half is dead the compiler makes an S2UR, which waits in the queue of the stores; the CS2R of a
@@ -329,8 +330,8 @@ __global__ void __launch_bounds__(kBurstThreads)
     gaps[i] = params.gap_cycles[producer % params.gap_rows * params.num_gaps + i];
   }
   if (threadIdx.x == 0) {
-    shared.go_on = begin_together(params.workspace, plan.join, gridDim.x, shared.origin) &&
-                   plan.producers != 0;
+    shared.begun = begin_together(params.workspace, plan.join, gridDim.x, shared.origin);
+    shared.go_on = shared.begun && plan.producers != 0;
   }
   __syncthreads();
 
@@ -344,7 +345,7 @@ __global__ void __launch_bounds__(kBurstThreads)
   int64_t turn = go;  // thread 0: when the next burst begins
   int64_t end = go;
   int n = 0, slot = 0, gap = 0;
-  bool const ran = shared.go_on;
+  bool const ran = shared.begun;
   while (shared.go_on) {
     if (threadIdx.x == 0) {
       spin_until(turn);

@@ -47,7 +47,7 @@ def burst_row(kind: str, point: Point, both: bool = False) -> Row:
         mean = max(base, (V - Q(point.mechanism, K)) / rate / 1e3)
         slow = max(base, (V - Q(point.mechanism, K) / 3) / rate / 1e3)
         visible = max(base, drain) + VISIBILITY_US
-        row |= {"mean": mean, "slowest": slow, "median": mean}
+        row |= {"mean": mean, "slowest": slow, "median": mean, "p95": slow}
         row |= {"visible_mean": visible, "visible_slowest": visible}
         return row
     period = base + point.gap_us if point.local else max(base + point.gap_us, drain)
@@ -180,7 +180,7 @@ def test_files_round_trip_and_refit(
     calibration: calibrate.Calibration, tmp_path: pathlib.Path
 ) -> None:
     written = calibration.save(tmp_path / "synthetic.json")
-    assert [path.suffix for path in written] == [".json", ".json"] + [".png"] * 4
+    assert [path.suffix for path in written] == [".json", ".json", ".md"] + [".png"] * 4
     assert all(path.stat().st_size > 1000 for path in written)
     loaded = machine.load(tmp_path / "synthetic.json")
     assert loaded == calibration.profile

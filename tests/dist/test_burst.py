@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
@@ -26,14 +27,21 @@ def session() -> Iterator[Session]:
         dist.init_process_group("gloo")
     with open_session() as opened:
         opened.bench.calibrate_clock()
+        _measure.wake_link(opened.bench)
+        opened.barrier()
         yield opened
     if mine:
         dist.barrier()
         dist.destroy_process_group()
 
 
-def next_rank(session: Session) -> int:
-    return (session.rank + 1) % session.world
+@contextlib.contextmanager
+def meeting(session: Session) -> Iterator[None]:
+    """All ranks meet behind the block, also when it fails on one of them."""
+    try:
+        yield
+    finally:
+        session.barrier()
 
 
 @pytest.mark.parametrize("mechanism", ["st", "bulk", "tma"])
@@ -91,24 +99,23 @@ def test_rate_is_steady_and_skew_of_the_host_does_not_count(session: Session) ->
 
 def test_the_law_holds_on_one_train(session: Session) -> None:
     """T = V/R - G within 5%, with R from the same link; parameters are not from a file."""
-    if session.leads:
-        point = Point("bulk", session.bench.num_sms, 49152)
-        rate = _measure.train(session.bench, point)["R_GBps"]
-        gap = validate.BenchGap(*_measure.gap_overhead(session.bench)).mean(7.0)
-        seen = _measure.train(session.bench, dataclasses.replace(point, gap_us=7.0))["mean"]
-        assert seen == pytest.approx(point.volume / rate / 1e3 - gap, rel=0.05)
-    session.barrier()
+    with meeting(session):
+        if session.leads:
+            point = Point("bulk", session.bench.num_sms, 49152)
+            rate = _measure.train(session.bench, point)["R_GBps"]
+            gap = validate.BenchGap(*_measure.gap_overhead(session.bench)).mean(7.0)
+            seen = _measure.train(session.bench, dataclasses.replace(point, gap_us=7.0))["mean"]
+            assert seen == pytest.approx(point.volume / rate / 1e3 - gap, rel=0.05)
 
 
 def test_copies_of_a_peer_are_visible_only_behind_a_fence(session: Session) -> None:
     """wait_group 0 alone returns like wait_group.read; the fence behind it waits for the link."""
-    if session.leads:
-        row = _measure.isolated(
-            session.bench, Point("bulk", session.bench.num_sms, 65536, fence=True)
-        )
-        drain = session.bench.num_sms * 65536 / 400e3
-        assert row["visible_slowest"] > drain > row["mean"] * 0.9
-    session.barrier()
+    with meeting(session):
+        if session.leads:
+            point = Point("bulk", session.bench.num_sms, 65536, fence=True)
+            row = _measure.isolated(session.bench, point)
+            drain = point.volume / 400e3
+            assert row["visible_slowest"] > drain > 0.9 * row["mean"]
 
 
 def test_a_missing_rank_ends_the_wait(session: Session) -> None:
@@ -117,10 +124,10 @@ def test_a_missing_rank_ends_the_wait(session: Session) -> None:
     with SymmetricWorkspace(nbytes=nbytes, timeout_ms=500) as workspace:
         lease = workspace.channel("lonely", nbytes, counter_bytes=CONTROL_BYTES)
         bench = BurstBench(lease.words, workspace.rank, workspace.world, session.device)
-        if workspace.rank == 0:
-            begin = time.monotonic()
-            with pytest.raises((RuntimeError, XStageError)):
-                bench.run(Point("st", 8, 1024, bursts=2, join=True))
-                workspace.check(synchronize=True)
-            assert time.monotonic() - begin < 10.0
-        session.barrier()
+        with meeting(session):
+            if workspace.rank == 0:
+                begin = time.monotonic()
+                with pytest.raises((RuntimeError, XStageError)):
+                    bench.run(Point("st", 8, 1024, bursts=2, join=True))
+                    workspace.check(synchronize=True)
+                assert time.monotonic() - begin < 10.0
