@@ -253,6 +253,12 @@ def refuse_options(attn_mask: torch.Tensor | None, dropout_p: float) -> None:
         )
 
 
+def check_scale(scale: float | None) -> None:
+    """Every path wants a positive scale; the kernels' references rely on it."""
+    if scale is not None and not scale > 0:
+        raise ValueError(f"xstage.UlyssesAttention: scale: expected a positive number, got {scale}")
+
+
 def check_tensors(
     operands: tuple[torch.Tensor, ...], head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> None:

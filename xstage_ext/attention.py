@@ -30,6 +30,7 @@ from ._attention_paths import CallWords, Operands, Route, Semantics, run
 from ._attention_setup import (
     AttentionMemory,
     agree_on_path,
+    check_scale,
     check_tensors,
     first_path,
     joint_shares,
@@ -48,8 +49,7 @@ from .support import resolve_device
 from .workspace import SymmetricWorkspace, region_bytes
 
 Rows = int | Sequence[int]
-Shape = tuple[tuple[int, ...], tuple[int, ...], int]
-"""Query rows and key rows of every rank, and the batch."""
+Shape = tuple[tuple[int, ...], tuple[int, ...], int]  # rows and key rows of every rank, batch
 
 
 class UlyssesAttention(torch.nn.Module):
@@ -122,10 +122,7 @@ class UlyssesAttention(torch.nn.Module):
         name: str = "ulysses",
     ) -> None:
         super().__init__()
-        if scale is not None and not scale > 0:
-            raise ValueError(
-                f"xstage.UlyssesAttention: scale: expected a positive number, got {scale}"
-            )
+        check_scale(scale)
         distributed = dist.is_available() and dist.is_initialized()
         self.group = group
         self.world = dist.get_world_size(group) if distributed else 1
@@ -156,8 +153,6 @@ class UlyssesAttention(torch.nn.Module):
         self._memory = AttentionMemory(name)
         self._route: Route | None = None
         self._words: dict[Shape, CallWords] = {}
-
-    # --- set-up -------------------------------------------------------------------------------
 
     def _problem(
         self, rows: tuple[int, ...], kv_rows: tuple[int, ...] | None, batch: int
@@ -236,7 +231,11 @@ class UlyssesAttention(torch.nn.Module):
         self.decision = decide(problem, None, **self._fields)
         if path != "torch":
             try:
-                self._reserve(problem, workspace, share)
+                needed = workspace_bytes(self.decision.plan, problem)
+                if share is not None:
+                    self._memory.share(share._memory, needed)
+                else:
+                    self._memory.reserve(needed, workspace, self.group, self.device)
             except WorkspaceError as error:
                 # The same on every rank; so is the way out.
                 if workspace is not None or share is not None:
@@ -250,19 +249,6 @@ class UlyssesAttention(torch.nn.Module):
         local_kernel = kernel_reason(problem, self.device) is None
         self._route = Route(path, self._generation, local_kernel, self.rank, self.world, self.group)
 
-    def _reserve(
-        self,
-        problem: AttentionProblem,
-        workspace: SymmetricWorkspace | None,
-        share: UlyssesAttention | None,
-    ) -> None:
-        assert self.decision is not None
-        needed = workspace_bytes(self.decision.plan, problem)
-        if share is not None:
-            self._memory.share(share._memory, needed)
-            return
-        self._memory.reserve(needed, workspace, self.group, self.device)
-
     def close(self) -> None:
         """Give back what `prepare` reserved. Local and idempotent; results of calls end too."""
         self._memory.close()
@@ -273,8 +259,6 @@ class UlyssesAttention(torch.nn.Module):
         """Raise what an earlier call found; see `SymmetricWorkspace.check`."""
         if self._memory.workspace is not None:
             self._memory.workspace.check(synchronize=synchronize)
-
-    # --- calls --------------------------------------------------------------------------------
 
     def forward(
         self,
@@ -339,7 +323,10 @@ class UlyssesAttention(torch.nn.Module):
             check_tensors((q, k, v), self._facts["head_dim"], self._facts["dtype"], self.device)
             if key_mask is not None:
                 key_segments = one_mask(key_mask, key_segments)
-            shares, key_shares = self._row_shares(q, k, rows, kv_rows)
+            shares = self._shares((q.shape[1],) * self.world if rows is None else rows)
+            if kv_rows is None:
+                kv_rows = shares if k.shape[1] == q.shape[1] else (k.shape[1],) * self.world
+            key_shares = self._shares(kv_rows)
             text = 0
             if joint is not None:
                 owned = self._shares(text_rows(joint_rows, self.causal))
@@ -360,25 +347,17 @@ class UlyssesAttention(torch.nn.Module):
             parts = (*parts, lse)
         return parts[0] if len(parts) == 1 else parts
 
-    def _row_shares(
-        self, q: torch.Tensor, k: torch.Tensor, rows: Rows | None, kv_rows: Rows | None
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        shares = self._shares((q.shape[1],) * self.world if rows is None else rows)
-        if kv_rows is None and k.shape[1] == q.shape[1]:
-            return shares, shares
-        return shares, self._shares((k.shape[1],) * self.world if kv_rows is None else kv_rows)
-
     def _attend(
         self, operands: Operands, shape: Shape, meaning: Semantics
     ) -> tuple[torch.Tensor, torch.Tensor]:
         compiling = torch.compiler.is_compiling()
         words = self._words.get(shape)
+        if words is None and compiling:
+            raise RuntimeError(
+                f"xstage.UlyssesAttention: {self.name}: call prepare() and then the module once "
+                f"with this shape before torch.compile, got {shape}"
+            )
         if words is None:
-            if compiling:
-                raise RuntimeError(
-                    f"xstage.UlyssesAttention: {self.name}: call prepare() and then the module "
-                    f"once with this shape before torch.compile, got {shape}"
-                )
             words = self._first_call(operands, shape)
         elif not compiling:
             refusal = why_not_shapes(operands, words.problem, self.rank)
