@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.ranks import Outcome, launch
-from xstage_ext import SymmetricWorkspace
+from xstage_ext import SymmetricWorkspace, _groups
 from xstage_ext.errors import WorkspaceError
 from xstage_ext.handshake import handshake, handshake_bytes, handshake_virtual
 from xstage_ext.workspace import region_bytes, workspace_bytes
@@ -131,6 +131,25 @@ def test_nine_processes_are_refused_before_any_exchange() -> None:
     store = torch.distributed.HashStore()
     with pytest.raises(WorkspaceError, match="group of 9 ranks"):
         SymmetricWorkspace.from_store(store, 0, 9, 1024, device="cpu")
+
+
+def test_ranks_on_two_hosts_or_without_a_path_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = _groups.BackendChoice("shm", torch.device("cpu"), 2, False)
+    here = _groups._place(choice.device)
+    assert _groups._placement_problem(0, choice, [here, here]) is None
+    problem = _groups._placement_problem(0, choice, [here, {"host": "b", "boot": "other"}])
+    assert problem is not None and "the ranks are on 2 hosts (rank 0 has" in problem
+
+    choice = _groups.BackendChoice("symm_mem", torch.device("cuda", 0), 2, False)
+    places = [{**here, "gpu": "GPU-a"}, {**here, "gpu": "GPU-b"}]
+    monkeypatch.setattr(_groups, "peer_access", lambda index, uuid: None)  # not visible here
+    assert _groups._placement_problem(1, choice, places) is None
+    monkeypatch.setattr(_groups, "peer_access", lambda index, uuid: False)
+    problem = _groups._placement_problem(1, choice, places)
+    assert problem is not None
+    assert "rank 1 on cuda:0 has no peer-to-peer access to the GPU of rank 0 (GPU-a)" in problem
+    problem = _groups._placement_problem(1, choice, [places[0], places[0]])
+    assert problem is not None and "ranks 0 and 1 share one GPU (GPU-a)" in problem
 
 
 def test_operator_errors_name_the_argument() -> None:
