@@ -15,6 +15,7 @@ are busy. Each sample is the maximum over ranks.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 from collections.abc import Callable
 
@@ -28,6 +29,7 @@ from xstage_ext.ulysses import ulysses_a2a
 from xstage_ext.workspace import SymmetricWorkspace, region_bytes
 
 HEAD_DIM = 128
+DIRECTIONS = ("heads", "sequence")
 SIZES_MB = (0.25, 1, 4, 16, 32, 64, 128)
 CALLS = 8
 """Calls per graph."""
@@ -159,6 +161,27 @@ class Bench:
             lease.release()
         return timings
 
+    def rows_of(self, timings: dict[str, Timing]) -> list[Row]:
+        """Lines of the report."""
+        remote = self.remote_bytes()
+        shape = {"direction": self.direction, "rows": self.rows, "heads": self.heads, "D": HEAD_DIM}
+        return [
+            Row(
+                op="ulysses_a2a",
+                arm=name,
+                shape=shape,
+                world=self.world,
+                us_median=timing.us_median / CALLS,
+                us_p10=timing.us_p10 / CALLS,
+                us_p90=timing.us_p90 / CALLS,
+                n=timing.n,
+                egress_GBps=remote * CALLS / timing.us_median / 1e3,
+                ok=self.ok.get(name),
+                extra={"remote_MB": round(remote / 1e6, 3), "calls_per_graph": CALLS},
+            )
+            for name, timing in timings.items()
+        ]
+
     def remote_bytes(self) -> int:
         """That one rank sends to its peers per call."""
         return sum(t.numel() * 2 for t in self.inputs) * (self.world - 1) // self.world
@@ -170,45 +193,23 @@ def main() -> None:
     parser.add_argument("--sms", type=int, nargs="*", default=[0], help="blocks; 0: the default")
     parser.add_argument("--out", default="a2a.jsonl", help="file below benchmarks/results/")
     parser.add_argument("--sizes", type=float, nargs="*", help="MB of remote bytes")
-    parser.add_argument("--heads", type=int, default=24, help="heads of the model")
+    parser.add_argument("--heads", type=int, nargs="*", default=[24], help="heads of the model")
     args = parser.parse_args()
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     sizes = args.sizes or ([1, 32, 128] if args.quick else SIZES_MB)
     arms = 1 + 2 * len(args.sms)
     world = dist.get_world_size()
-    largest = make_plan(world, rows_for(max(sizes), world, 3, args.heads), args.heads, "auto", 0)
-    per_arm = round(1.1 * largest.a2a_region_bytes(3, 1, HEAD_DIM))
+    # Four slots of everything that a rank receives, with room for rounding.
+    per_arm = round(4.2e6 * max(sizes) * world / (world - 1)) + (1 << 20)
     workspace = SymmetricWorkspace(nbytes=region_bytes([per_arm] * arms))
     writer = ResultWriter(args.out) if dist.get_rank() == 0 else None
-    for direction in ("heads", "sequence"):
-        for megabytes in sizes:
-            bench = Bench(workspace, direction, megabytes, args.heads, args.sms)
-            timings = bench.run(pairs=10 if args.quick else 20)
-            remote = bench.remote_bytes()
-            for name, timing in timings.items():
-                us = timing.us_median / CALLS
-                row = Row(
-                    op="ulysses_a2a",
-                    arm=name,
-                    shape={
-                        "direction": direction,
-                        "rows": bench.rows,
-                        "heads": bench.heads,
-                        "D": HEAD_DIM,
-                    },
-                    world=bench.world,
-                    us_median=us,
-                    us_p10=timing.us_p10 / CALLS,
-                    us_p90=timing.us_p90 / CALLS,
-                    n=timing.n,
-                    egress_GBps=remote / us / 1e3,
-                    ok=bench.ok.get(name),
-                    extra={"remote_MB": round(remote / 1e6, 3), "calls_per_graph": CALLS},
-                )
-                if writer is not None:
-                    print(line(row), "ok" if row.ok else row.ok, flush=True)
-                    writer.write(row)
+    for direction, heads, megabytes in itertools.product(DIRECTIONS, args.heads, sizes):
+        bench = Bench(workspace, direction, megabytes, heads, args.sms)
+        for row in bench.rows_of(bench.run(pairs=10 if args.quick else 20)):
+            if writer is not None:
+                print(line(row), "ok" if row.ok else row.ok, flush=True)
+                writer.write(row)
     workspace.close()
     dist.destroy_process_group()
 
