@@ -209,6 +209,17 @@ struct RowSource {
   int32_t index;  // within the rows of that source for this expert
 };
 
+// The place-th source, from first_source on, that has more than `taken` rows.
+template <class CountOf>
+XS_HD int32_t nth_source(int32_t world, int32_t first_source, int32_t taken, int32_t place,
+                         CountOf count_of) {
+  for (int32_t i = 0; i < world; ++i) {
+    int32_t const s = (first_source + i) % world;
+    if (static_cast<int32_t>(count_of(s)) > taken && place-- == 0) return s;
+  }
+  return -1;
+}
+
 // count_of(source) gives the rows of a source for the expert. At most `world` rounds.
 template <class CountOf>
 XS_HD RowSource row_source(int32_t world, int32_t first_source, int32_t row, CountOf count_of) {
@@ -218,20 +229,13 @@ XS_HD RowSource row_source(int32_t world, int32_t first_source, int32_t row, Cou
     int32_t least = 1 << 30;
     for (int32_t s = 0; s < world; ++s) {
       int32_t const left = static_cast<int32_t>(count_of(s)) - taken;
-      if (left > 0) {
-        ++active;
-        least = min_of(least, left);
-      }
+      active += left > 0;
+      if (left > 0) least = min_of(least, left);
     }
     if (active == 0) break;
     if (row < active * least) {
-      int32_t place = row % active;
-      for (int32_t i = 0; i < world; ++i) {
-        int32_t const s = (first_source + i) % world;
-        if (static_cast<int32_t>(count_of(s)) > taken && place-- == 0) {
-          return {s, taken + row / active};
-        }
-      }
+      int32_t const source = nth_source(world, first_source, taken, row % active, count_of);
+      return {source, taken + row / active};
     }
     row -= active * least;
     taken += least;

@@ -10,72 +10,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from xstage_ext import SymmetricWorkspace, reference
+from tests.virtual_moe import Layer, batch, plan_of
+from xstage_ext import reference
 from xstage_ext.errors import RoutingError
 from xstage_ext.planner.megamoe import MegaMoePlan
 
 COUNTS = (0, 1, 7, 63, 64, 65, 127, 128, 129, 255, 257)
-ROUNDED = {"rtol": 2e-2, "atol": 2e-2}
-"""Both sides round at the same places; sums of bf16 products differ in their order only."""
-
-
-@dataclasses.dataclass
-class Layer:
-    """All ranks of a layer, their weights and a virtual workspace."""
-
-    plan: MegaMoePlan
-    w13: torch.Tensor
-    w2: torch.Tensor
-    workspace: SymmetricWorkspace
-
-    @classmethod
-    def make(cls, plan: MegaMoePlan, seed: int = 0) -> Layer:
-        generator = torch.Generator().manual_seed(seed)
-        e, h, i = plan.num_experts, plan.hidden, plan.intermediate
-        w13 = torch.randn(e, 2 * i, h, generator=generator) / h**0.5
-        w2 = torch.randn(e, h, i, generator=generator) / i**0.5
-        workspace = SymmetricWorkspace(
-            nbytes=plan.bytes() + 1024, device="cpu", world=plan.world, timeout_ms=5000
-        )
-        return cls(plan, w13.bfloat16(), w2.bfloat16(), workspace)
-
-    def __post_init__(self) -> None:
-        self.lease = self.workspace.channel("moe", self.plan.bytes())
-
-    def ranks(self, weights: torch.Tensor) -> list[torch.Tensor]:
-        return list(weights.split(self.plan.experts_per_rank))
-
-    def __call__(
-        self,
-        x: list[torch.Tensor],
-        ids: list[torch.Tensor],
-        scores: list[torch.Tensor],
-        **options: float,
-    ) -> list[torch.Tensor]:
-        with self.lease.guard():
-            ys: list[torch.Tensor] = torch.ops.xstage.megamoe_virtual(
-                x, ids, scores, self.ranks(self.w13), self.ranks(self.w2), self.plan.words(),
-                self.lease.virtual_words(), **options,
-            )  # fmt: skip
-        return ys
-
-    def check(
-        self,
-        x: list[torch.Tensor],
-        ids: list[torch.Tensor],
-        scores: list[torch.Tensor],
-        **options: float,
-    ) -> list[torch.Tensor]:
-        ys = self(x, ids, scores, **options)
-        layout = ("gate_up", "up_gate", "interleaved")[self.plan.weight_layout]
-        for rank, y in enumerate(ys):
-            expected = reference.moe_reference(
-                x[rank], ids[rank], scores[rank], self.w13, self.w2, rounded=True,
-                weight_layout=layout, **options,
-            )  # fmt: skip
-            assert y.shape == x[rank].shape
-            torch.testing.assert_close(y.float(), expected, **ROUNDED)
-        return ys
 
 
 @pytest.fixture
@@ -84,28 +24,6 @@ def layers() -> Iterator[list[Layer]]:
     yield made
     for layer in made:
         layer.workspace.close()
-
-
-def plan_of(world: int = 2, **fields: int) -> MegaMoePlan:
-    """A small plan whose rings are as short as the schedule allows."""
-    values = {
-        "world": world, "num_experts": 4 * world, "topk": 2, "hidden": 192, "intermediate": 64,
-        "max_tokens": 300, "num_sms": 6, "block_m": 64, "group_blocks": 2, "lead_blocks": 1,
-        "wave_blocks": 3, "x_ring_blocks": 2, "h_ring_blocks": 5,
-    }  # fmt: skip
-    return MegaMoePlan(**(values | fields))
-
-
-def batch(plan: MegaMoePlan, counts: list[int], seed: int = 1) -> tuple[list[torch.Tensor], ...]:
-    """Random tokens and distinct experts for every rank."""
-    generator = torch.Generator().manual_seed(seed)
-    xs, ids, scores = [], [], []
-    for count in counts:
-        xs.append(torch.randn(count, plan.hidden, generator=generator).bfloat16())
-        top = torch.rand(count, plan.num_experts, generator=generator).topk(plan.topk)
-        scores.append(top.values)
-        ids.append(top.indices)
-    return xs, ids, scores
 
 
 # --- worlds and plans ---------------------------------------------------------------------------
@@ -151,8 +69,8 @@ def problems(draw: st.DrawFn) -> tuple[MegaMoePlan, list[int], int]:
         world=world,
         num_experts=world * draw(st.integers(1, 6)),
         topk=1,
-        hidden=64 * draw(st.integers(1, 5)),
-        intermediate=64 * draw(st.integers(1, 3)),
+        hidden=64 * draw(st.integers(1, 3)),
+        intermediate=64 * draw(st.integers(1, 2)),
         max_tokens=200,
         block_m=draw(st.sampled_from((16, 64, 128))),
         block_n=draw(st.sampled_from((64, 256))),
@@ -168,12 +86,12 @@ def problems(draw: st.DrawFn) -> tuple[MegaMoePlan, list[int], int]:
         weight_layout=draw(st.sampled_from((0, 1, 2))),
     )
     plan = dataclasses.replace(plan, topk=draw(st.integers(1, min(4, plan.num_experts))))
-    counts = draw(st.lists(st.integers(0, 200), min_size=world, max_size=world))
+    counts = draw(st.lists(st.integers(0, 140), min_size=world, max_size=world))
     return plan, counts, draw(st.integers(0, 1 << 30))
 
 
 @given(problems())
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_problem(problem: tuple[MegaMoePlan, list[int], int]) -> None:
     plan, counts, seed = problem
     layer = Layer.make(plan, seed)
@@ -308,124 +226,3 @@ def test_no_worse_than_the_unfused_pipeline(layers: list[Layer]) -> None:
     unfused = reference.moe_unfused(x[0], ids[0], scores[0], layer.w13, layer.w2)
     ours = layer(x, ids, scores)[0]
     assert (ours - exact).norm() <= 1.02 * (unfused - exact).norm()
-
-
-# --- arguments ----------------------------------------------------------------------------------
-
-
-class Single:
-    """One rank, world 1, by the plain op."""
-
-    def __init__(self, layer: Layer) -> None:
-        self.layer = layer
-        x, ids, scores = batch(layer.plan, [40])
-        self.arguments = {
-            "x": x[0], "topk_idx": ids[0], "topk_weights": scores[0], "w13": layer.w13,
-            "w2": layer.w2, "plan": layer.plan.words(),
-        }  # fmt: skip
-
-    def __call__(self, **changes: object) -> torch.Tensor:
-        arguments = {**self.arguments, "workspace": self.layer.lease.words(), **changes}
-        y: torch.Tensor = torch.ops.xstage.megamoe(**arguments)
-        return y
-
-
-@pytest.fixture
-def single(layers: list[Layer]) -> Single:
-    layers.append(layer := Layer.make(plan_of(1)))
-    return Single(layer)
-
-
-def test_out_and_num_tokens(single: Single) -> None:
-    expected = single()
-    out = torch.full_like(expected, float("nan"))
-    torch.ops.xstage.megamoe_out(out, **single.arguments, workspace=single.layer.lease.words())
-    assert torch.equal(out, expected)
-    for dtype in (torch.int32, torch.int64):
-        part = single(num_tokens=torch.tensor([13], dtype=dtype))
-        assert torch.equal(part[:13], expected[:13])
-        assert torch.equal(part[13:], torch.zeros_like(part[13:]))
-
-
-def test_expert_load_counts_rows(single: Single) -> None:
-    load = torch.zeros(4, dtype=torch.int64)
-    single(expert_load=load)
-    single(expert_load=load)
-    assert torch.equal(
-        load, 2 * torch.bincount(single.arguments["topk_idx"].flatten(), minlength=4)
-    )
-
-
-def test_strided_tokens_and_both_index_types(single: Single) -> None:
-    expected = single()
-    x, ids, scores = (single.arguments[name] for name in ("x", "topk_idx", "topk_weights"))
-    for change in [
-        {"x": x.T.contiguous().T},
-        {"x": torch.cat([x, x], 1)[:, : x.shape[1]]},
-        {"topk_idx": ids.int()},
-        {"topk_idx": ids.T.contiguous().T, "topk_weights": scores.T.contiguous().T},
-    ]:
-        assert torch.equal(single(**change), expected)
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "text"),
-    [
-        ("x", lambda t: t[:, :64], r"x: expected shape \[\*, 192\], got \[40, 64\]"),
-        ("x", lambda t: t.float(), "x: expected bfloat16, got float32"),
-        ("x", lambda t: t.repeat(8, 1), "at most 300 tokens .max_tokens of the plan., got 320"),
-        ("topk_idx", lambda t: t[:, 0], r"topk_idx: expected shape \[40, 2\], got \[40\]"),
-        ("topk_idx", lambda t: t.short(), "topk_idx: expected int32 or int64"),
-        ("topk_weights", lambda t: t[:, :1], r"topk_weights: expected shape \[40, 2\]"),
-        ("topk_weights", lambda t: t.bfloat16(), "topk_weights: expected float32, got bfloat16"),
-        ("w13", lambda t: t[:2], r"w13: expected shape \[4, 128, 192\], got \[2, 128, 192\]"),
-        ("w13", lambda t: t.half(), "w13: expected bfloat16, got float16"),
-        ("w2", lambda t: t.transpose(1, 2).contiguous().transpose(1, 2), "w2: expected a contig"),
-    ],
-)
-def test_arguments_are_refused_by_name(
-    single: Single, name: str, change: object, text: str
-) -> None:
-    with pytest.raises(RuntimeError, match=text):
-        single(**{name: change(single.arguments[name])})  # type: ignore[operator]
-    single()  # nothing was left behind
-
-
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"clamp": 0.0}, "clamp: expected a positive number, got 0"),
-        ({"clamp": float("nan")}, "clamp: expected a positive number"),
-        ({"num_tokens": torch.zeros(2, dtype=torch.int32)}, "num_tokens: expected one element"),
-        ({"num_tokens": torch.zeros(1)}, "num_tokens: expected int32 or int64"),
-        ({"expert_load": torch.zeros(4, dtype=torch.int32)}, "expert_load: expected int64"),
-        ({"plan": plan_of(2).words()}, "plan: expected world 1 like the workspace, got 2"),
-        ({"plan": plan_of(1, max_tokens=9000).words()}, "needs .* bytes of its channel's region"),
-    ],
-)
-def test_options_are_refused_by_name(single: Single, changes: dict[str, object], text: str) -> None:
-    with pytest.raises(RuntimeError, match=text):
-        single(**changes)
-
-
-# --- torch.compile ------------------------------------------------------------------------------
-
-
-def test_opcheck(single: Single) -> None:
-    arguments = {**single.arguments, "workspace": single.layer.lease.words()}
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    ops = torch.ops.xstage
-    load = torch.zeros(4, dtype=torch.int64)
-    torch.library.opcheck(ops.megamoe.default, (), arguments, test_utils=tests)
-    torch.library.opcheck(
-        ops.megamoe.default, (), {**arguments, "expert_load": load, "clamp": 3.0}, test_utils=tests
-    )
-    out = torch.empty_like(single.arguments["x"])
-    torch.library.opcheck(ops.megamoe_out.default, (out,), arguments, test_utils=tests)
-    lists = {k: [arguments[k]] for k in ("x", "topk_idx", "topk_weights", "w13", "w2")}
-    torch.library.opcheck(
-        ops.megamoe_virtual.default,
-        (),
-        {**lists, "plan": arguments["plan"], "workspaces": arguments["workspace"]},
-        test_utils=tests,
-    )

@@ -186,33 +186,27 @@ def simulate(plan: MegaMoePlan, counts: list[int], rng: np.random.Generator) -> 
             return bool(done1[tile.block] == plan.linear1_tiles)
         return tile.block < pulled and h_free(tile.block)
 
+    def run(pair: list[Tile]) -> None:
+        for tile in pair:
+            # No tile may still need what lies in the slot that is written now.
+            assert tile.phase == LINEAR2 or h_free(tile.block)
+            (done1 if tile.phase == LINEAR1 else done2)[tile.block] += 1
+
+    def next_pairs() -> list[list[Tile]]:
+        return [by_index[queue[0]] for queue in queues.values() if queue]
+
     while any(queues.values()):
-        moved = False
         while pulled < blocks and (
             pulled < plan.x_ring_blocks or done1[pulled - plan.x_ring_blocks] == plan.linear1_tiles
         ):
             pulled += 1
-            moved = True
+        assert any(all(map(ready, pair)) for pair in next_pairs()), "deadlock"
         workers = [worker for worker, queue in queues.items() if queue]
         for worker in rng.permutation(workers)[: max(1, len(workers) // 2)]:
             pair = by_index[queues[worker][0]]
-            if all(ready(tile) for tile in pair):
-                for tile in pair:
-                    if tile.phase == LINEAR1:
-                        # No tile may still need what lies in the slot that is written now.
-                        assert h_free(tile.block)
-                        done1[tile.block] += 1
-                    else:
-                        done2[tile.block] += 1
+            if all(map(ready, pair)):
+                run(pair)
                 queues[worker].popleft()
-                moved = True
-        if not moved:
-            stuck = all(
-                not all(ready(tile) for tile in by_index[queue[0]])
-                for queue in queues.values()
-                if queue
-            )
-            assert not stuck, "deadlock"
     assert pulled == blocks
     assert np.all(done1 == plan.linear1_tiles) and np.all(done2 == plan.linear2_tiles)
 
