@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.ranks import Outcome, launch
-from xstage_ext import SymmetricWorkspace, _groups
+from xstage_ext import SymmetricWorkspace, _faults, _groups
 from xstage_ext.errors import WorkspaceError
 from xstage_ext.handshake import handshake, handshake_bytes, handshake_virtual
 from xstage_ext.workspace import region_bytes, workspace_bytes
@@ -96,6 +96,23 @@ def test_bytes_are_known_beforehand() -> None:
         assert leases[-1].offset + 5000 <= workspace.bytes()
         with pytest.raises(WorkspaceError, match="needs 1024 bytes in one piece"):
             workspace.channel("one more", 1)
+
+
+def test_epochs_do_not_wrap() -> None:
+    """Years of calls: epochs keep 40 bits beside the digest in a signal."""
+    facts = _faults.layout()
+    with SymmetricWorkspace(nbytes=1 << 16, device="cpu", world=2) as workspace:
+        lease = workspace.channel("h", handshake_bytes(2, 4, 2))
+        first = facts.channel_offset + lease.index * facts.channel_bytes
+        for begun in (2**32 - 2, 2**39):
+            for rank in range(2):
+                block = workspace._resources.memory.block(rank)
+                block[first : first + 8].view(torch.int64).fill_(begun)
+            for call in range(4):
+                sent = [torch.tensor([float(10 * r + call)]) for r in range(2)]
+                outs = handshake_virtual(lease, sent, slots=2)
+                assert all(torch.equal(out, torch.stack(sent)) for out in outs)
+                del outs
 
 
 def test_peers_may_write_only_what_is_reserved() -> None:
