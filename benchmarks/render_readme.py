@@ -1,163 +1,156 @@
-"""Writes the result tables of README.md from benchmarks/results/*.jsonl.
+"""Writes the tables of README.md (and of any other page) from benchmarks/results/.
 
-    python benchmarks/render_readme.py            # rewrite README.md
-    python benchmarks/render_readme.py --check    # fail when it would change
+    python benchmarks/render_readme.py [FILE ...] [--check]
 
-No figure is typed by hand: each comes from a result file, with its hardware, date and command.
-Files whose name holds `quick` or `.part-` are not shown.
+A page holds places like
+
+    <!-- results: sweep -->
+    <!-- /results -->
+
+and everything between the two marks is replaced. Nothing in a table is typed by hand; a test runs
+--check, which fails when a page differs from the results.
 """
 
 from __future__ import annotations
 
-import json
-import math
+import argparse
 import pathlib
+import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
-README = ROOT / "README.md"
-BEGIN, END = "<!-- results: written by benchmarks/render_readme.py -->", "<!-- end of results -->"
-FEW = 12  # configurations up to which every one gets a line
+import _report
+import _sweep
 
-# The arm that others are compared with, by operator; the first arm of a file where none is named.
-BASELINES = {"megamoe": "wave/st"}
-
-Line = dict[str, Any]
+PLACE = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- /results -->)", re.DOTALL)
+Line = Mapping[str, Any]
 
 
-def read(path: pathlib.Path) -> list[Line]:
-    """Result lines of a file; the last one may be torn."""
-    lines = []
-    for text in path.read_text(encoding="utf-8").splitlines():
-        try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            continue
-    return [line for line in lines if "arm" in line and "us_median" in line]
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table whose first column is text and whose others are numbers."""
+    rule = "|---|" + "---:|" * (len(head) - 1)
+    return "\n".join(
+        ["| " + " | ".join(head) + " |", rule, *("| " + " | ".join(r) + " |" for r in rows)]
+    )
 
 
-def groups(lines: Iterable[Line]) -> dict[tuple[str, int, bool], list[Line]]:
-    """Lines by operator, ranks, and whether they were predicted."""
-    found: dict[tuple[str, int, bool], list[Line]] = {}
+def origin(lines: Sequence[Line]) -> str:
+    """Where and how: one sentence under every table."""
+    last = lines[-1]
+    where = last["gpu"] or "no GPU"
+    date = str(last["date"])[:10]
+    if last.get("predicted"):
+        where = f"PREDICTED, not measured: profile {last['profile']} ({last['provenance']})"
+    driver = f", driver {last['driver']}" if last["driver"] else ""
+    ranks = "" if last["world"] == 1 else f"{last['world']} x "
+    place = where if last.get("predicted") else f"{ranks}{where}{driver}"
+    return f"{place}; torch {last['torch']}, {date}, `{last['command']}`."
+
+
+def sweep() -> str:
+    """Geometric means by model over the sweep: times and ratios of wave, interleaved, planner."""
+    measured = [line for line in _report.read("sweep_84.jsonl") if line["n"] > 0]
+    lines = measured or list(_report.read("sweep_84_predicted.jsonl"))
+    if not lines:
+        return "No results yet: `python benchmarks/sweep_84.py`."
+    arms = [*_sweep.ARMS, *(["serial"] if measured else [])]
+    groups: dict[str, dict[str, dict[str, Line]]] = {}
     for line in lines:
-        key = (line["op"], line["world"], bool(line.get("predicted")) or line["n"] == 0)
-        found.setdefault(key, []).append(line)
-    return found
+        shape = str(line["shape"])
+        groups.setdefault(line["shape"]["model"], {}).setdefault(shape, {})[line["arm"]] = line
+    rows = []
+    everything: list[dict[str, Line]] = []
+    for model, shapes in groups.items():
+        complete = [found for found in shapes.values() if set(arms) <= found.keys()]
+        everything += complete
+        if complete:
+            rows.append([model, str(len(complete)), *_sweep_cells(complete, arms)])
+    if not everything:
+        return "No complete configuration yet: `python benchmarks/sweep_84.py`."
+    rows.append(["**all**", str(len(everything)), *_sweep_cells(everything, arms)])
+    head = ["model", "n", *(f"{arm}, us" for arm in arms)]
+    head += ["wave/st over planner", "worst", "best", "ceiling reached"]
+    text = "Geometric means over token counts, remote shares and routings.\n\n"
+    return text + markdown(head, rows) + "\n\n" + origin(lines)
 
 
-def by_configuration(lines: list[Line]) -> dict[str, dict[str, Line]]:
-    """Arms of each configuration; a later line replaces an earlier one."""
-    found: dict[str, dict[str, Line]] = {}
-    for line in lines:
-        found.setdefault(json.dumps(line["shape"]), {})[line["arm"]] = line
-    return found
+def _sweep_cells(complete: Sequence[Mapping[str, Line]], arms: Sequence[str]) -> list[str]:
+    times = [{arm: found[arm]["us_median"] for arm in arms} for found in complete]
+    ratio = [row["wave/st"] / row["planner"] for row in times]
+    reached = [f["planner"]["ceiling_us"] / f["planner"]["us_median"] for f in complete]
+    cells = [f"{_sweep.geometric_mean(row[arm] for row in times):.0f}" for arm in arms]
+    cells.append(f"{_sweep.geometric_mean(ratio):.3f}x")
+    cells += [f"{min(ratio):.2f}x", f"{max(ratio):.2f}x", f"{_sweep.geometric_mean(reached):.0%}"]
+    return cells
 
 
-def shape_text(shape: dict[str, Any]) -> str:
-    """A configuration in words."""
-    return " ".join(f"{name}={value}" for name, value in shape.items() if name != "seed")
+def by_arm(file: str, command: str) -> Callable[[], str]:
+    """A table with a row per shape and a column of medians per arm."""
+
+    def table() -> str:
+        lines = [line for line in _report.read(file) if line["n"] > 0]
+        if not lines:
+            return f"No results yet: `{command}`."
+        arms = list(dict.fromkeys(line["arm"] for line in lines))
+        shapes: dict[str, dict[str, Line]] = {}
+        for line in lines:
+            text = " ".join(f"{name}={value}" for name, value in line["shape"].items())
+            shapes.setdefault(f"{line['op']} {text}", {})[line["arm"]] = line
+        rows = [[name, *(_cell(found.get(arm)) for arm in arms)] for name, found in shapes.items()]
+        head = ["shape", *(f"{arm}, us" for arm in arms)]
+        return markdown(head, rows) + "\n\n" + origin(lines)
+
+    return table
 
 
-def microseconds(line: Line) -> str:
-    """A median with its spread, or a prediction."""
-    spread = f" [{line['us_p10']:.0f}, {line['us_p90']:.0f}]" if line["n"] else ""
-    wrong = " WRONG" if line.get("ok") is False else ""
-    return f"{line['us_median']:.0f}{spread}{wrong}"
+def _cell(line: Line | None) -> str:
+    if line is None:
+        return "-"
+    wrong = "" if line["ok"] in (True, None) else " (WRONG)"
+    return f"{line['us_median']:.1f}{wrong}"
 
 
-def detail(configurations: dict[str, dict[str, Line]]) -> list[str]:
-    """One row per configuration, one column per arm."""
-    arms = list(dict.fromkeys(arm for found in configurations.values() for arm in found))
-    rows = ["| us, median [p10, p90] | " + " | ".join(arms) + " |", "|---" * (len(arms) + 1) + "|"]
-    for shape, found in configurations.items():
-        cells = [microseconds(found[arm]) if arm in found else "" for arm in arms]
-        rows.append(f"| {shape_text(json.loads(shape))} | " + " | ".join(cells) + " |")
-    return rows
+TABLES: dict[str, Callable[[], str]] = {
+    "sweep": sweep,
+    "a2a": by_arm("a2a.jsonl", "torchrun --nproc-per-node 2 benchmarks/bench_a2a.py"),
+    "attention": by_arm(
+        "attention.jsonl", "torchrun --nproc-per-node 2 benchmarks/bench_attention.py"
+    ),
+    "megamoe": by_arm("megamoe.jsonl", "torchrun --nproc-per-node 2 benchmarks/bench_megamoe.py"),
+}
 
 
-def comparison(configurations: dict[str, dict[str, Line]], baseline: str) -> list[str]:
-    """Every arm against the baseline over all configurations that have both."""
-    arms = list(dict.fromkeys(arm for found in configurations.values() for arm in found))
-    rows = [
-        f"| arm | over `{baseline}`, geometric mean | best | worst | below 1.00x | n |",
-        "|---|---|---|---|---|---|",
-    ]
-    for arm in arms:
-        both = [f for f in configurations.values() if arm in f and baseline in f]
-        if arm == baseline or not both:
-            continue
-        ratios = sorted(
-            ((f[baseline]["us_median"] / f[arm]["us_median"], f[baseline], f[arm]) for f in both),
-            key=lambda item: item[0],
-        )
-        mean = math.exp(sum(math.log(ratio) for ratio, _, _ in ratios) / len(ratios))
-        below = sum(ratio < 1.0 for ratio, _, _ in ratios)
-        rows.append(
-            f"| {arm} | {mean:.3f}x | {extreme(ratios[-1])} | {extreme(ratios[0])} | {below} "
-            f"| {len(ratios)} |"
-        )
-    return rows
+def render(text: str) -> str:
+    """The page with every place filled; ValueError for an unknown name."""
 
+    def fill(match: re.Match[str]) -> str:
+        name = match.group(2)
+        if name not in TABLES:
+            raise ValueError(f"results: expected one of {', '.join(TABLES)}, got {name}")
+        return f"{match.group(1)}{TABLES[name]()}\n{match.group(3)}"
 
-def extreme(item: tuple[float, Line, Line]) -> str:
-    """A ratio with its two times and its configuration."""
-    ratio, base, arm = item
-    shape = base["shape"]
-    name = f"{shape['model']}, T={shape['tokens']}" if "model" in shape else shape_text(shape)
-    return f"{ratio:.2f}x ({base['us_median']:.0f} to {arm['us_median']:.0f} us; {name})"
-
-
-def source(path: pathlib.Path, line: Line, predicted: bool) -> str:
-    """Where a table comes from."""
-    where = f"`benchmarks/results/{path.name}`, `{line['command']}`, {line['date'][:10]}"
-    if predicted:
-        profile = f"profile {line.get('profile')} ({line.get('provenance')})"
-        return f"**Predicted** by the simulator, {profile}; nothing here was measured. {where}."
-    gpu = f"{line['world']} x {line['gpu']}, driver {line['driver']}, torch {line['torch']}"
-    return f"Measured on {gpu}, commit {line['commit']}. {where}."
-
-
-def tables() -> list[str]:
-    """All tables, file after file."""
-    text: list[str] = []
-    for path in sorted(RESULTS.glob("*.jsonl")):
-        if "quick" in path.name or ".part-" in path.name:
-            continue
-        for (op, world, predicted), lines in groups(read(path)).items():
-            configurations = by_configuration(lines)
-            text += [
-                f"**{op}, {world} ranks, {len(configurations)} configurations.** "
-                + source(path, lines[-1], predicted),
-                "",
-            ]
-            baseline = BASELINES.get(op, lines[0]["arm"])
-            few = len(configurations) <= FEW
-            text += detail(configurations) if few else comparison(configurations, baseline)
-            text.append("")
-    return text or ["No result files yet: run `make sweep`.", ""]
-
-
-def render(readme: str) -> str:
-    """README with the tables between its markers replaced."""
-    before, _, rest = readme.partition(BEGIN)
-    _, marker, after = rest.partition(END)
-    if not marker:
-        raise SystemExit(f"README.md lacks the markers {BEGIN} and {END}")
-    return before + BEGIN + "\n\n" + "\n".join(tables()) + END + after
+    return PLACE.sub(fill, text)
 
 
 def main() -> int:
-    """Rewrites README.md, or checks it."""
-    old = README.read_text(encoding="utf-8")
-    new = render(old)
-    if sys.argv[1:] == ["--check"]:
-        print("README.md is up to date" if new == old else "run benchmarks/render_readme.py")
-        return int(new != old)
-    README.write_text(new, encoding="utf-8")
-    return 0
+    """Render or check pages; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", nargs="*", type=pathlib.Path, default=[_report.ROOT / "README.md"])
+    parser.add_argument("--check", action="store_true", help="change nothing, fail on difference")
+    arguments = parser.parse_args()
+    stale = []
+    for file in arguments.files:
+        text = file.read_text(encoding="utf-8")
+        rendered = render(text)
+        if rendered == text:
+            continue
+        stale.append(str(file))
+        if not arguments.check:
+            file.write_text(rendered, encoding="utf-8")
+    if stale:
+        print("stale:" if arguments.check else "rendered:", *stale)
+    return 1 if stale and arguments.check else 0
 
 
 if __name__ == "__main__":

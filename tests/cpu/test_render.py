@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import pathlib
+import subprocess
 
 import pytest
 
@@ -80,7 +81,18 @@ def test_unknown_place_is_refused(render):
         render.render("<!-- results: nothing -->\n<!-- /results -->")
 
 
+def git(*arguments):
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout if done.returncode == 0 else ""
+
+
 @pytest.mark.parametrize("page", PAGES)
-def test_pages_are_up_to_date(render, page):
-    text = (ROOT / page).read_text(encoding="utf-8")
-    assert render.render(text) == text, f"run python benchmarks/render_readme.py {page}"
+def test_committed_pages_match_committed_results(render, results, page):
+    """Not the files at hand: `make sweep` may just have written newer results."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout: what was committed is unknown")
+    for name in git("ls-tree", "--name-only", "HEAD", "benchmarks/results/").splitlines():
+        if name.endswith(".jsonl"):
+            (results / pathlib.Path(name).name).write_text(git("show", f"HEAD:{name}"))
+    text = git("show", f"HEAD:{page}")
+    assert render.render(text) == text, f"run python benchmarks/render_readme.py {page}, commit"
