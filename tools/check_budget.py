@@ -97,61 +97,76 @@ def count_parameters(head: str) -> int:
     return commas + 1 if seen else 0
 
 
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """An open brace: what it starts, where its head begins, and that head in one line."""
+
+    kind: str  # "function", "scope", "control", "block" or "initialiser"
+    line: int
+    head: str
+
+
 def native_functions(text: str) -> list[Function]:
     """Functions of a C++ or CUDA file, found by their braces."""
-    code = strip_comments(text)
-    # Preprocessor lines have no say in the structure.
-    code = re.sub(
-        r"^[ \t]*#(?:[^\n]*\\\n)*[^\n]*", lambda m: re.sub(r"[^\n]", " ", m[0]), code, flags=re.M
-    )
+    code = without_directives(strip_comments(text))
     found: list[Function] = []
-    stack: list[tuple[str, int, str]] = []  # (kind of block, line, head)
+    stack: list[Block] = []
     deepest = 0
-    head_start = 0
+    start = 0  # where the text in front of the next brace begins
     for position, character in enumerate(code):
-        if character == ";" and code.count("(", head_start, position) == code.count(
-            ")", head_start, position
-        ):
-            head_start = position + 1
-        elif character == "{":
-            head = " ".join(code[head_start:position].split())
-            inside = any(kind == "function" for kind, _, _ in stack)
-            kind = "block" if inside else block_kind(head)
-            if kind == "function":
+        if character not in ";{}":
+            continue
+        in_parentheses = code.count("(", start, position) > code.count(")", start, position)
+        if character == "{":
+            block = open_block(code, start, position, stack, in_parentheses)
+            stack.append(block)
+            if block.kind == "function":
                 deepest = 0
-            line = (
-                code.count(
-                    "\n",
-                    0,
-                    head_start
-                    + len(code[head_start:position])
-                    - len(code[head_start:position].lstrip()),
-                )
-                + 1
-            )
-            stack.append((kind, line, head))
-            if kind == "block" and CONTROL.match(head):
-                depth = sum(1 for k, _, h in stack if k == "block" and CONTROL.match(h))
-                deepest = max(deepest, depth)
-            head_start = position + 1
+            deepest = max(deepest, sum(b.kind == "control" for b in stack))
         elif character == "}" and stack:
-            kind, line, head = stack.pop()
-            if kind == "function":
-                lines = code.count("\n", 0, position) + 1 - line + 1
-                head = LAUNCH_BOUNDS.sub("", head)
-                name = re.search(r"([~\w:]+|operator\W+)\s*\(", head)
-                found.append(
-                    Function(
-                        name[1] if name else head[:40],
-                        line,
-                        lines,
-                        count_parameters(name and head[name.start(1) :] or head),
-                        deepest,
-                        function_kind(head),
-                    )
-                )
-            head_start = position + 1
+            block = stack.pop()
+            in_parentheses = block.kind == "initialiser"
+            if block.kind == "function":
+                found.append(close_function(block, code.count("\n", 0, position) + 1, deepest))
+        if not in_parentheses:
+            start = position + 1
     return found
+
+
+def without_directives(code: str) -> str:
+    """Blanks preprocessor lines: they have no say in the structure."""
+    directive = re.compile(r"^[ \t]*#(?:[^\n]*\\\n)*[^\n]*", re.M)
+    return directive.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), code)
+
+
+def open_block(
+    code: str, start: int, position: int, stack: list[Block], in_parentheses: bool
+) -> Block:
+    """The block that the brace at `position` opens."""
+    raw = code[start:position]
+    head = " ".join(raw.split())
+    line = code.count("\n", 0, position - len(raw.lstrip())) + 1
+    if in_parentheses:
+        kind = "initialiser"
+    elif any(block.kind == "function" for block in stack):
+        kind = "control" if CONTROL.match(head) else "block"
+    else:
+        kind = block_kind(head)
+    return Block(kind, line, head)
+
+
+def close_function(block: Block, last_line: int, deepest: int) -> Function:
+    """What the budgets ask of a function that ends at `last_line`."""
+    head = LAUNCH_BOUNDS.sub("", block.head)
+    name = re.search(r"([~\w:]+|operator\W+)\s*\(", head)
+    return Function(
+        name=name[1] if name else head[:40],
+        line=block.line,
+        lines=last_line - block.line + 1,
+        parameters=count_parameters(head[name.start(1) :] if name else head),
+        nesting=deepest,
+        kind=function_kind(block.head),
+    )
 
 
 def block_kind(head: str) -> str:
