@@ -2,8 +2,9 @@
 //
 // Computes        out_j = for every source rank r, the block of its tensors that rank j needs
 //                 (layout.h), at the place where attention or projection reads it.
-// Sends           every block straight into the receiver's final tensor, in chunks of up to 16 KiB
-//                 whose destinations alternate over all ranks.
+// Sends           every block straight into the receiver's final tensor. Blocks of the grid walk
+//                 chunks whose destinations alternate over all ranks, the own one included: the
+//                 link never waits for local copies, and ranks never meet at one receiver.
 // Roles           vector: all threads load and store Vec-wide, 4 deep.
 //                 bulk:   warp 0 loads chunks into a ring of stages, one bulk copy per contiguous
 //                         run; warp 1 stores them from there. No byte passes a register.
@@ -54,9 +55,8 @@ struct BulkStorage {
   MBarrier empty[kStages];  // 32 arrivals: its stores have read it
 };
 
-// Chunks of this block: for its chunk numbers in turn, one chunk to every destination. Blocks start
-// at different destinations, so that a rank stores to all peers at any time and ranks never meet at
-// one receiver; the own rank is one of the destinations, so that the link never waits for copies.
+// Chunks of this block, one after another: chunk-major, destinations alternating from the rank
+// behind the own one on.
 class ChunkWalk {
  public:
   __device__ __forceinline__ ChunkWalk(A2aParams const& params, A2aRankParams const& rank,
@@ -64,26 +64,22 @@ class ChunkWalk {
       : table_(table),
         num_tensors_(params.num_tensors),
         world_(static_cast<uint32_t>(rank.workspace.world)),
-        first_dst_((static_cast<uint32_t>(rank.workspace.rank) + 1 + blockIdx.x) % world_),
-        number_(blockIdx.x),
-        end_(params.chunks) {}
+        first_dst_(static_cast<uint32_t>(rank.workspace.rank) + 1),
+        index_(blockIdx.x),
+        end_(static_cast<uint32_t>(params.chunks) * world_) {}
 
   __device__ __forceinline__ bool next(A2aChunk& chunk) {
-    while (number_ < end_) {
-      int32_t index = static_cast<int32_t>(number_);
-      uint32_t const dst_rank =
-          first_dst_ + turn_ < world_ ? first_dst_ + turn_ : first_dst_ + turn_ - world_;
-      if (++turn_ == world_) {
-        turn_ = 0;
-        number_ += gridDim.x;
-      }
+    for (; index_ < end_; index_ += gridDim.x) {
+      int32_t number = static_cast<int32_t>(index_ / world_);
+      uint32_t const dst_rank = (first_dst_ + index_ % world_) % world_;
       for (uint32_t t = 0; t < num_tensors_; ++t) {
         A2aRoute const& route = table_.routes[t * world_ + dst_rank];
-        if (index < route.chunks) {
-          chunk = chunk_of(route, index);
+        if (number < route.chunks) {
+          chunk = chunk_of(route, number);
+          index_ += gridDim.x;
           return true;
         }
-        index -= route.chunks;
+        number -= route.chunks;
       }
     }
     return false;
@@ -94,9 +90,8 @@ class ChunkWalk {
   uint32_t num_tensors_;
   uint32_t world_;
   uint32_t first_dst_;
-  uint32_t number_;
+  uint32_t index_;
   uint32_t end_;
-  uint32_t turn_ = 0;
 };
 
 // One 16-byte load that leaves L1 to others: the data is read once.

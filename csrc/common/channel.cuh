@@ -8,7 +8,7 @@
 // Flags (writer, order -> reader, order; nobody resets them):
 //   arrivals   every block, inc acq_rel.gpu   -> the last block of the same call; wraps to 0
 //   from[r]    last block of rank r, fence + st -> wait_for_ranks of this rank, acquire.sys
-//   calls      last block, st                 -> the next kernel of this channel, by stream order
+//   calls      last block, release.gpu        -> the next kernel of this channel, by stream order
 //   released   grant_slot of rank r, fence + st -> grant_slot of this rank, acquire.sys
 //   failed     any role, or.release.sys       -> every wait, acquire.sys
 //
@@ -21,9 +21,9 @@
 namespace xstage {
 
 // The number of the running call, from 1. The last block advances `calls` only when every block has
-// arrived, and so has read it. Stream order makes the last call's value visible.
+// arrived, and so has read it.
 __device__ __forceinline__ uint64_t call_epoch(Workspace const& workspace) {
-  return ld_relaxed_sys(&workspace.channel_of(workspace.rank)->calls) + 1;
+  return ld_acquire_gpu(&workspace.channel_of(workspace.rank)->calls) + 1;
 }
 
 // The number of the last finished call: what a wait kernel behind the operator's kernel waits for.
@@ -40,10 +40,9 @@ __device__ __forceinline__ bool arrive_and_publish(Workspace const& workspace, u
   fence_proxy_async();
   fence_acq_rel_sys();
   if (atom_inc_acq_rel_gpu(&own->arrivals, num_blocks - 1) != num_blocks - 1) return false;
-  bool const gave_up_before = aborted(workspace);
   // Cumulative: what the other blocks released above comes before the signals below.
   fence_acq_rel_sys();
-  if (!gave_up_before) {
+  if (!aborted(workspace)) {
     for (int64_t i = 1; i <= workspace.world; ++i) {
       int64_t const dst_rank = (workspace.rank + i) % workspace.world;
       // The fence above makes this a release; one of its own per rank would cost a round trip each.
@@ -51,8 +50,7 @@ __device__ __forceinline__ bool arrive_and_publish(Workspace const& workspace, u
                      workspace.signal(epoch));
     }
   }
-  // The end of the kernel publishes it; a release here would wait for the signals to arrive.
-  st_relaxed_sys(&own->calls, epoch);
+  st_release_gpu(&own->calls, epoch);
   return true;
 }
 
@@ -114,11 +112,10 @@ __device__ __forceinline__ bool wait_for_slot(Workspace const& workspace, uint64
   Channel const* const own = workspace.channel_of(workspace.rank);
   bool ok = true;
   if (lane < workspace.world) {
-    // Loads that depend on nothing come first, so that they are in flight together.
-    ok = !aborted(workspace);
     uint64_t const* const word = &own->released[slot][lane];
     WaitSite const site{Phase::kSlotCredit, lane, epoch, own->last_use[slot] + 1};
-    ok = wait_until(workspace, site, [&] { return ld_acquire_sys(word); }) && ok;
+    ok = wait_until(workspace, site, [&] { return ld_acquire_sys(word); });
+    ok = ok && !aborted(workspace);
   }
   return __all_sync(0xffffffffu, ok);
 }
