@@ -87,7 +87,8 @@ def fit_R(rows: list[Row], mechanism: str, T0: IssueTable) -> tuple[ProducerCurv
     producers = sorted({int(row["K"]) for row in fenced})
     findings, values = [], []
     for K in producers:
-        some = [row for row in select(fenced, K=K) if row["B"] >= 8 * KIB]
+        # Shorter bursts end before the last bytes of the first stores have arrived.
+        some = [row for row in select(fenced, K=K) if row["B"] >= 32 * KIB]
         slope = _fits.rate_from_slope(
             _volume(some), column(some, "visible_slowest"), "slope of the time until visible"
         )

@@ -142,7 +142,7 @@ def test_parameters_within_five_percent(calibration: calibrate.Calibration) -> N
             assert float(found.R_GBps(K)) == pytest.approx(R(name, K), rel=0.05)
         # Too few producers to fill the link: only the slope of a few us tells, 3% of noise each.
         for K in (1, 8):
-            assert float(found.R_GBps(K)) == pytest.approx(R(name, K), rel=0.10)
+            assert float(found.R_GBps(K)) == pytest.approx(R(name, K), rel=0.15)
         # Q is a small difference of large volumes: noise of 3% in time is noise in V, not in Q.
         for K in (66, NUM_SMS):
             assert abs(float(found.Q_bytes(K)) - Q(name, K)) < 0.03 * K * 65536
