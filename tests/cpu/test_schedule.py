@@ -251,7 +251,7 @@ def test_interleaved_gives_every_worker_both_kinds(intermediate: int) -> None:
     """
     plan = MegaMoePlan(
         world=8, num_experts=128, topk=4, hidden=4096, intermediate=intermediate, max_tokens=8192,
-        h_ring_blocks=64,
+        h_ring_blocks=64, mix=1,
     )  # fmt: skip
     counts = [2048] * 16
     phase = {tile.index: tile.phase for tile in tiles_of(plan, counts)}

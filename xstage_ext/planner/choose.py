@@ -21,6 +21,13 @@ from .problem import MoEProblem
 RING_BYTES = 512_000_000
 """Most bytes that the two rings of a rank take by default."""
 
+_GROUP = 16
+"""Most m-blocks of a group. Measured on H200 (docs/perf_log.md): a group reads its weights once, so
+small groups, and mixing the tiles of two groups, cost up to a quarter of the time."""
+
+_X_RING = 64
+"""m-blocks of tokens that are pulled ahead. Measured: more of them gain nothing."""
+
 _TIE = 0.005
 """The wave is kept unless interleaving is predicted to gain more than this share."""
 
@@ -260,7 +267,8 @@ def _bases(
             block_n=given.get("block_n", instance.block_n),
             cluster_size=cluster,
             num_sms=given.get("num_sms", profile.gpu.num_sms // cluster * cluster),
-            group_blocks=given.get("group_blocks", min(8, max(cluster, blocks))),
+            group_blocks=given.get("group_blocks", min(_GROUP, max(cluster, blocks))),
+            mix=0,
             store=store,
             weight_layout=WEIGHT_LAYOUTS.index(problem.weight_layout),
         )
@@ -307,7 +315,7 @@ def _with_distance(
     h_ring = max(least, min(least + spare, most))
     room = ring_bytes - 2 * h_ring * base.block_m * base.intermediate
     fits = room // (2 * base.block_m * base.hidden)
-    wanted = _load_blocks(base, problem) * 5 // 4  # all that an even load brings, and some skew
+    wanted = min(_X_RING, _load_blocks(base, problem) * 5 // 4)
     return dataclasses.replace(
         base,
         schedule=schedule,

@@ -32,7 +32,7 @@ class MegaMoePlan:
     group_blocks: int = 8
     lead_blocks: int = 16
     wave_blocks: int = 64
-    mix: int = 1
+    mix: int = 0
     x_ring_blocks: int = 64
     h_ring_blocks: int = 64
     store: int = 2
