@@ -1,4 +1,4 @@
-"""`UlyssesAttention` on one GPU: a world of one is local attention."""
+"""`UlyssesAttention` on one GPU: a world of one is local attention. Not run on a GPU yet."""
 
 from __future__ import annotations
 
