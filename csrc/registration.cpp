@@ -17,9 +17,9 @@ STABLE_TORCH_LIBRARY(xstage, m) {
       "-> (Tensor, Tensor)");
   m.def("burst_loop(Tensor a, Tensor b, int[] plan, int[] workspace) -> (Tensor, Tensor)");
 
-  // Every rank pushes payload [...] to every rank: [world, ...]. With slots > 0 the result lies in a
-  // slot of the region's ring (csrc/common/slots.h), else it is a copy. The smallest operator that
-  // uses the whole protocol of a call.
+  // Every rank pushes payload [...] to every rank: [world, ...]. With slots > 0 the result lies in
+  // a slot of the region's ring (csrc/common/slots.h), else it is a copy. The smallest operator
+  // that uses the whole protocol of a call.
   m.def("handshake(Tensor payload, int[] workspace, int slots=0) -> Tensor");
   m.def("handshake_virtual(Tensor[] payloads, int[] workspaces, int slots=0) -> Tensor[]");
   m.def("handshake_region_bytes(int world, int row_bytes, int slots=0) -> int");
@@ -43,14 +43,16 @@ STABLE_TORCH_LIBRARY(xstage, m) {
   // half-open runs of valid keys. Query head i reads key head (i + head_phase) / kv_group.
   m.def(
       "fa3(Tensor q, Tensor k, Tensor v, Tensor? key_segments=None, float? scale=None, "
-      "bool causal=False, bool want_lse=False, int head_phase=0, int[] plan=[]) -> (Tensor, Tensor)");
+      "bool causal=False, bool want_lse=False, int head_phase=0, int[] plan=[]) -> (Tensor, "
+      "Tensor)");
   m.def(
       "fa4(Tensor q, Tensor k, Tensor v, Tensor? key_segments=None, float? scale=None, "
-      "bool causal=False, bool want_lse=False, int head_phase=0, int[] plan=[]) -> (Tensor, Tensor)");
+      "bool causal=False, bool want_lse=False, int head_phase=0, int[] plan=[]) -> (Tensor, "
+      "Tensor)");
 
   // The All-to-All of Ulysses, several tensors in one call. To heads: each input [B, rows of this
-  // rank, all heads, D], each output [B, all rows, heads of this rank, D]; to sequence: the reverse.
-  // Outputs lie in a slot of the workspace's ring.
+  // rank, all heads, D], each output [B, all rows, heads of this rank, D]; to sequence: the
+  // reverse. Outputs lie in a slot of the workspace's ring.
   m.def("ulysses_a2a(Tensor[] inputs, int[] plan, int[] workspace) -> Tensor[]");
 
   // Attention over this rank's heads whose output tiles go straight to the ranks that own the rows:
@@ -77,18 +79,18 @@ STABLE_TORCH_LIBRARY(xstage, m) {
   // owner, owner_row, row, num_rows); bytes of a region for one call of these shapes.
   m.def("attention_tiles(int[] plan, int rank, int batch, int block_m) -> Tensor");
   m.def("attention_key_heads(int[] plan, int rank) -> int[]");
-  m.def(
-      "attention_region_bytes(int[] plan, int batch, int head_dim, int element_bytes) -> int");
+  m.def("attention_region_bytes(int[] plan, int batch, int head_dim, int element_bytes) -> int");
   m.def(
       "ulysses_a2a_region_bytes(int[] plan, int num_tensors, int batch, int head_dim, "
       "int element_bytes) -> int");
 
-  // MegaMoE: y = routed_scaling_factor * sum over slots of topk_weights * expert(x). x [T, hidden] and
-  // weights bf16; topk_idx [T, topk] int32 or int64, -1 skips a slot; topk_weights [T, topk] float32,
-  // applied in float32 when the slots of a token are added up; w13 [local experts, 2 * intermediate,
-  // hidden] in the plan's weight_layout; w2 [local experts, hidden, intermediate]; num_tokens: int32
-  // of one element on the device of x, when only the first rows of x are tokens (the other rows of
-  // the result are zero); expert_load int64 [local experts], to which received rows are added.
+  // MegaMoE: y = routed_scaling_factor * sum over slots of topk_weights * expert(x). x [T, hidden]
+  // and weights bf16; topk_idx [T, topk] int32 or int64, -1 skips a slot; topk_weights [T, topk]
+  // float32, applied in float32 when the slots of a token are added up; w13 [local experts, 2 *
+  // intermediate, hidden] in the plan's weight_layout; w2 [local experts, hidden, intermediate];
+  // num_tokens: int32 of one element on the device of x, when only the first rows of x are tokens
+  // (the other rows of the result are zero); expert_load int64 [local experts], to which received
+  // rows are added.
   m.def(
       "megamoe(Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor w13, Tensor w2, int[] plan, "
       "int[] workspace, Tensor? num_tokens=None, float? clamp=None, "
@@ -130,7 +132,7 @@ STABLE_TORCH_LIBRARY(xstage, m) {
 
 // The module is empty: importing it runs the static initialisers above.
 extern "C" __attribute__((visibility("default"))) PyObject* PyInit__C() {
-  static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr,
-                                   nullptr,               nullptr, nullptr, nullptr};
+  static PyModuleDef definition = {
+      PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
   return PyModule_Create(&definition);
 }

@@ -20,11 +20,13 @@ std::string phase_names() {
 // One line per field: "name min max meaning".
 std::string plan_fields(std::string kind) {
   std::string lines;
-#define X(name, min, max, meaning) \
-  lines += concat(#name, ' ', static_cast<int64_t>(min), ' ', static_cast<int64_t>(max), ' ', meaning, '\n');
+#define X(name, min, max, meaning)                                                            \
+  lines += concat(#name, ' ', static_cast<int64_t>(min), ' ', static_cast<int64_t>(max), ' ', \
+                  meaning, '\n');
   if (kind == "workspace") {
     XS_WORKSPACE_FIELDS(X)
-    for (int r = 0; r < kMaxRanks; ++r) lines += concat("base_", r, " 0 ", INT64_MAX, " block of rank ", r, '\n');
+    for (int r = 0; r < kMaxRanks; ++r)
+      lines += concat("base_", r, " 0 ", INT64_MAX, " block of rank ", r, '\n');
     return lines;
   }
   if (kind == "megamoe") {
@@ -50,7 +52,10 @@ std::string plan_fields(std::string kind) {
     return lines;
   }
 #undef X
-  XS_CHECK(false, "xstage.plan_fields: kind: expected workspace, megamoe, attention, burst or burst_loop, got ", kind);
+  XS_CHECK(
+      false,
+      "xstage.plan_fields: kind: expected workspace, megamoe, attention, burst or burst_loop, got ",
+      kind);
   return lines;
 }
 

@@ -2,8 +2,8 @@
 //
 //   int[] = [magic, kind, version, n, field_0 ... field_{n-1}]
 //
-// A plan header lists its fields once, as an X-list of (name, min, max, meaning). The list makes the
-// struct, the reader with its range checks, and the text that Python compares with at import
+// A plan header lists its fields once, as an X-list of (name, min, max, meaning). The list makes
+// the struct, the reader with its range checks, and the text that Python compares with at import
 // (`xstage::plan_fields`). C++ owns the list, so Python cannot drift.
 #pragma once
 
@@ -30,8 +30,7 @@ enum class WireKind : int64_t {
 // Reads the fields of one wire message in order, with their names in every error.
 class WireReader {
  public:
-  WireReader(std::vector<int64_t> const& words, WireKind kind, char const* what,
-             int64_t num_fields)
+  WireReader(std::vector<int64_t> const& words, WireKind kind, char const* what, int64_t num_fields)
       : words_(words), what_(what) {
     int64_t const size = static_cast<int64_t>(words.size());
     XS_CHECK(size >= kWireHeader && words[0] == kWireMagic, "xstage: ", what,

@@ -1,8 +1,7 @@
 // Tensor maps and the cooperative launch of the megamoe kernel.
-#include "launch.h"
-
 #include "common/tensor_map.h"
 #include "kernel_sm90.cuh"
+#include "launch.h"
 
 namespace xstage {
 namespace {
@@ -21,13 +20,13 @@ CUtensorMap w13_map(MegaMoePlan const& plan, void const* w13) {
   bool const in_turns = plan.weight_layout == kGateUpInTurns;
   uint64_t const hidden = plan.hidden;
   uint64_t const intermediate = plan.intermediate;
-  uint64_t const dims[4] = {hidden, intermediate, 2, static_cast<uint64_t>(plan.experts_per_rank())};
+  uint64_t const dims[4] = {hidden, intermediate, 2,
+                            static_cast<uint64_t>(plan.experts_per_rank())};
   uint64_t const strides[3] = {2 * hidden * (in_turns ? 2 : 1),
                                2 * hidden * (in_turns ? 1 : intermediate),
                                2 * hidden * 2 * intermediate};
   uint32_t const box[4] = {Traits::kBlockK, Traits::kBlockN / 2, 1, 1};
-  return encode_bf16_map(const_cast<void*>(w13), 4, dims, strides, box,
-                         CU_TENSOR_MAP_SWIZZLE_128B);
+  return encode_bf16_map(const_cast<void*>(w13), 4, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
 CUtensorMap w2_map(MegaMoePlan const& plan, void const* w2) {

@@ -34,12 +34,16 @@ struct Tracer<true> {
   __device__ __forceinline__ static uint64_t now() { return global_timer_ns(); }
   __device__ __forceinline__ static int64_t cycles() { return clock64(); }
   __device__ __forceinline__ void add(TraceKind kind, int64_t tile, uint64_t start_ns,
-                                      int64_t first, int64_t others, int64_t handing,
-                                      int64_t all) {
+                                      int64_t first, int64_t others, int64_t handing, int64_t all) {
     if (left-- <= 0) return;
-    int64_t const record[kTraceWords] = {static_cast<int64_t>(kind), tile,
+    int64_t const record[kTraceWords] = {static_cast<int64_t>(kind),
+                                         tile,
                                          static_cast<int64_t>(start_ns),
-                                         static_cast<int64_t>(now()), first, others, handing, all};
+                                         static_cast<int64_t>(now()),
+                                         first,
+                                         others,
+                                         handing,
+                                         all};
 #pragma unroll
     for (int i = 0; i < kTraceWords; ++i) next[i] = record[i];
     next += kTraceWords;
