@@ -28,6 +28,7 @@
 
 namespace xstage {
 
+// One tile shape: what is varied is the time of a tile and the way in which it leaves.
 struct LoopTraits {
   static constexpr int kM = kLoopM, kN = kLoopN, kK = kLoopK, kStages = 4;
   static constexpr int kLoadBytes = kN * kK * 2;
@@ -91,6 +92,8 @@ __device__ __forceinline__ TilePath tile_path(LoopParams const& params) {
   return {base, plan.row_stride, 31 - __clz(static_cast<int>(plan.chunk_bytes))};
 }
 
+// Warp 0, one thread: A once, then the steps of all tiles without regard to where a tile ends, so
+// that loads run ahead into the next tile as those of a real kernel do.
 __device__ __forceinline__ void loop_load(LoopParams const& params, LoopShared& shared) {
   using T = LoopTraits;
   mbarrier_expect(&shared.a_full, T::kM * T::kK * 2);
@@ -109,6 +112,8 @@ __device__ __forceinline__ void loop_load(LoopParams const& params, LoopShared& 
   }
 }
 
+// Warp 1, one thread: sends a staged tile, at once or slice by slice on the clock, and frees the
+// buffer when its bytes have been read. Nobody waits for their arrival before the end.
 __device__ __forceinline__ void loop_send(LoopParams const& params, LoopShared& shared) {
   BurstLoopPlan const& plan = params.plan;
   LoopStore const store = static_cast<LoopStore>(plan.store);
@@ -158,6 +163,7 @@ __device__ __forceinline__ void stage_tile(Accumulators const& acc, Coordinates 
   }
 }
 
+// All math threads: staged tile to the peer, 16 bytes a store, rows coalesced.
 __device__ __forceinline__ void store_tile(LoopParams const& params, char const* staging) {
   TilePath const path = tile_path(params);
   int const tile_bytes = static_cast<int>(params.plan.tile_bytes);
@@ -167,6 +173,7 @@ __device__ __forceinline__ void store_tile(LoopParams const& params, char const*
   }
 }
 
+// Warps 4-11: products, staging, and with LoopStore::kSt the stores as well. Thread 128 reports.
 __device__ __forceinline__ void loop_math(LoopParams const& params, LoopShared& shared) {
   using namespace cute;
   using T = LoopTraits;
@@ -195,6 +202,7 @@ __device__ __forceinline__ void loop_math(LoopParams const& params, LoopShared& 
       longest_wait = max_of(longest_wait, clock_now() - asked);
       warpgroup_fence_operand(acc);
       warpgroup_arrive();
+      // `repeats` sets arithmetic against loads: the operands stay, only the time grows.
       for (int64_t repeat = 0; repeat < plan.repeats; ++repeat) {
 #pragma unroll
         for (int k = 0; k < size<2>(tCrA); ++k) {
@@ -268,6 +276,7 @@ __global__ void __launch_bounds__(LoopTraits::kThreads, 1)
     }
   }
   __syncthreads();
+  // How long the last tiles are still on their way when the loop is over.
   int64_t const end = clock_now();
   fence_acq_rel_sys();
   __syncthreads();

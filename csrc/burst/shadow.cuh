@@ -16,6 +16,7 @@ namespace xstage {
 constexpr int kShadowThreads = kBurstThreads + 32;
 constexpr int kProbeBytes = 16384;
 
+// The burst's own shared memory, and what the probe needs beside it.
 struct ShadowShared {
   BurstShared burst;
   alignas(1024) char landing[kProbeBytes];
@@ -24,6 +25,8 @@ struct ShadowShared {
   int64_t probe_begin[2];
   int64_t probe_end[2];
 };
+
+// mbarriers and loads into shared memory, in the forms that the probes need.
 
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(barrier)), "r"(arrivals)
@@ -73,6 +76,7 @@ __device__ __forceinline__ void probe_once(BurstParams const& params, ShadowShar
   char* const scratch = params.scratch + int64_t{blockIdx.x} * kProbeBytes;
   int64_t const begin = clock_now();
   if (probe == Probe::kLoad) {
+    // GPU scope passes L1, as a flag or a fresh operand does.
     uint64_t const value = ld_relaxed_gpu(reinterpret_cast<uint64_t const*>(scratch));
     *static_cast<uint32_t volatile*>(&shared.word) = static_cast<uint32_t>(value);
   } else if (probe == Probe::kAtomic) {
@@ -109,6 +113,7 @@ __global__ void __launch_bounds__(kShadowThreads)
   bool const is_prober = threadIdx.x == kBurstThreads;
   int const dst_rank = destination_of(static_cast<uint32_t>(plan.destinations), producer);
 
+  // Every SM probes; only the first `producers` blocks burst. One block per SM: shared memory.
   StorePath path{};
   if (threadIdx.x < kBurstThreads) path = store_path(params, producer);
   if constexpr (kMechanism == Mechanism::kBulk || kMechanism == Mechanism::kTma) {
@@ -129,6 +134,7 @@ __global__ void __launch_bounds__(kShadowThreads)
   int64_t turn = shared.burst.origin.go_clock;
   for (int64_t n = 0; n < num_bursts; ++n, turn += period) {
     int const parity = n & 1;
+    // Read before the barrier, long before the burst: it must not lie in a shadow itself.
     int32_t const delay = is_prober ? params.delays[n % params.num_delays] : 0;
     __syncthreads();
     if (is_prober) {
@@ -141,6 +147,7 @@ __global__ void __launch_bounds__(kShadowThreads)
     }
     __syncthreads();
     if (threadIdx.x == 0) {
+      // Blocks that do not burst report their turn instead.
       int64_t const origin = shared.burst.origin.clock;
       int4 stamp{static_cast<int>(turn - origin), static_cast<int>(turn - origin),
                  static_cast<int>(shared.probe_begin[parity] - origin),
