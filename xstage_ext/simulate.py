@@ -35,6 +35,11 @@ class Assumptions:
     epilogue1_us, epilogue2_us : float
         What a tile of 128 x 256 takes beside its main loop: accumulators to activations or to
         staged results, stores, flags. By the kernel's traces on H200; other tiles in proportion.
+    sustained : float
+        Share of the main loop's rate that is left at the power limit.
+    sharing_penalty : float
+        By how much main loops are longer when only two clusters read a weight tile at the same
+        time; an eighth of it at four. Fitted to the kernel, not explained (L2 is suspected).
     prefetch_stages : int
         Operand stages loaded ahead of the main loop; they cover the first part of a shadow.
     block_k : int
@@ -59,6 +64,8 @@ class Assumptions:
     setup_us: float = 12.0
     epilogue1_us: float = 4.4
     epilogue2_us: float = 1.9
+    sustained: float = 0.96
+    sharing_penalty: float = 0.17
     prefetch_stages: int = 4
     block_k: int = 64
     l2_reuse: float = 0.6
@@ -158,6 +165,17 @@ def tile_us(
     return stage * -(-depth // block_k), stage
 
 
+def sharing_slowdown(plan: MegaMoePlan, blocks_per_expert: float, penalty: float) -> float:
+    """Factor on main loops for the number of clusters that read one weight tile together.
+
+    That many are the pairs of m-blocks of a group; half of them where Linear-1 and Linear-2 tiles
+    alternate, since neighbours then do not start together. At most 1.25.
+    """
+    blocks = min(float(plan.group_blocks), max(1.0, blocks_per_expert))
+    together = blocks / plan.cluster_size * (0.5 if plan.schedule == 1 and plan.mix == 1 else 1.0)
+    return 1.0 + min(0.25, penalty * (2.0 / together) ** 3)
+
+
 def simulate_megamoe(
     plan: MegaMoePlan,
     counts: npt.ArrayLike,
@@ -189,7 +207,7 @@ def simulate_megamoe(
         Tokens of this rank, for the combine; the plan's `max_tokens` without it.
     """
     rows = np.asarray(counts, dtype=np.int64)
-    machine = _machine(plan, profile, coupling, assume, int(rows.sum()))
+    machine = _machine(plan, profile, coupling, assume, rows.sum(axis=0))
     mechanism = profile.mechanism(MECHANISM_OF_STORE[STORES[plan.store]])
     curve = mechanism.R_both_GBps or mechanism.R_GBps
     rates = torch.from_numpy(curve(np.arange(plan.num_sms + 1, dtype=np.float64)))
@@ -223,7 +241,11 @@ _BIN_US = 4.0
 
 
 def _machine(
-    plan: MegaMoePlan, profile: MachineProfile, coupling: str, assume: Assumptions, rows: int
+    plan: MegaMoePlan,
+    profile: MachineProfile,
+    coupling: str,
+    assume: Assumptions,
+    rows: npt.NDArray[np.int64],
 ) -> torch.Tensor:
     """The numbers of XS_SIMULATION_FIELDS, in the order that the binary names."""
     store = STORES[plan.store]
@@ -234,13 +256,16 @@ def _machine(
     slice_bytes = 2.0 * plan.block_n * min(8 * plan.slice_rows, plan.block_m)
     linear1_us, stage_us = tile_us(profile, plan, plan.hidden, assume.block_k)
     linear2_us, _ = tile_us(profile, plan, plan.intermediate, assume.block_k)
+    busy = rows[rows > 0]
+    blocks = float((-(-busy // plan.block_m)).mean()) if len(busy) else 1.0
+    slowdown = sharing_slowdown(plan, blocks, assume.sharing_penalty) / assume.sustained
     hbm_GBps = assume.hbm_share * profile.rates.hbm_GBps
     even = hbm_GBps / profile.gpu.num_sms
     k = float(plan.num_sms)
     area = plan.block_m * plan.block_n / (128.0 * 256.0)
     values = {
-        "linear1_us": linear1_us,
-        "linear2_us": linear2_us,
+        "linear1_us": linear1_us * slowdown,
+        "linear2_us": linear2_us * slowdown,
         "epilogue1_us": assume.epilogue1_us * area,
         "epilogue2_us": assume.epilogue2_us * area,
         "flag_us": profile.rates.flag_us,
@@ -255,9 +280,9 @@ def _machine(
         "capacity_bytes": float(mechanism.Q_bytes(k)) / k,
         "passed_bytes": float(shadow.passed_bytes(k)) / k,
         "cross_bytes": -1.0 if shadow.cross_bytes is None else shadow.cross_bytes,
-        "prefetch_us": assume.prefetch_stages * stage_us,
+        "prefetch_us": assume.prefetch_stages * stage_us * slowdown,
         "visibility_us": mechanism.visibility_us,
-        "pace_us": stage_us,
+        "pace_us": stage_us * slowdown,
         "coupling": COUPLINGS[coupling],
         "tickets": float(assume.tickets),
         "jitter": assume.jitter,

@@ -158,7 +158,9 @@ def test_lockstep_bursts_follow_the_law(num_sms, rate):
         rates=dataclasses.replace(PROFILE.rates, pull_GBps=1e6, hbm_GBps=1e7, flag_us=0.0),
     )
     plan, counts = lockstep(num_sms)
-    assume = simulate.Assumptions(prefetch_stages=10**6, pull_share=1.0, jitter=0.0)
+    assume = simulate.Assumptions(
+        prefetch_stages=10**6, pull_share=1.0, jitter=0.0, sustained=1.0, sharing_penalty=0.0
+    )
     result = simulate.simulate_megamoe(plan, counts, profile, assume=assume, trace=True)
     second = result.tiles[result.tiles[:, 1] == 2]
     mine = second[second[:, 0] == 0]
@@ -209,3 +211,14 @@ def test_refuses_by_name():
         torch.ops.xstage.megamoe_simulate(
             plan_of().words(), [0] * 8, 0, torch.zeros(3).double(), torch.zeros(133).double(), False
         )
+
+
+def test_few_readers_of_a_weight_tile_slow_the_main_loop():
+    def factor(**fields):
+        return simulate.sharing_slowdown(plan_of(**fields), 16.0, 0.17)
+
+    assert factor(group_blocks=4, mix=0) == pytest.approx(1.17)
+    assert factor(group_blocks=8, mix=1) == pytest.approx(1.17)
+    assert factor(group_blocks=16, mix=0) < 1.01
+    assert factor(group_blocks=1, mix=1) == 1.25
+    assert simulate.sharing_slowdown(plan_of(group_blocks=8, mix=0), 1.0, 0.17) == 1.25
