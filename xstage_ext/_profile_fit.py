@@ -7,12 +7,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+from scipy import optimize
 
 from . import _fits
 from ._fits import Estimate
 from ._measure import STALL_FACTOR, STALL_US, Row
 from .errors import CalibrationError
 from .machine import Interval, IssueTable, Mechanism, ProducerCurve, Shadow
+from .producers import ProducerTrain
 
 MECHANISMS = ("st", "bulk", "tma")
 PROBES = ("load", "atomic", "bulk_load", "tma_load")
@@ -110,9 +112,17 @@ def fit_R(rows: list[Row], mechanism: str, T0: IssueTable) -> tuple[ProducerCurv
 
 
 def fit_Q(
-    rows: list[Row], mechanism: str, T0: IssueTable, R: ProducerCurve, slowest: bool
+    rows: list[Row],
+    mechanism: str,
+    T0: IssueTable,
+    R: ProducerCurve,
+    slowest: bool,
+    shares: tuple[float, ...] = (),
 ) -> tuple[ProducerCurve, list[Finding]]:
-    """Q(K): the knee of isolated bursts; beside it the backlog that a saturated train leaves."""
+    """Q(K): the knee of isolated bursts; beside it the backlog that a saturated train leaves.
+
+    The mean producer's knee allows for unequal service (`ProducerTrain.isolated`).
+    """
     name = "Q_slowest_bytes" if slowest else "Q_bytes"
     single = select(rows, kind="isolated", mechanism=mechanism, fence=False, local=False)
     findings, producers, values = [], [], []
@@ -130,9 +140,12 @@ def fit_Q(
         except CalibrationError:
             # Few producers issue more slowly than the link drains: no knee, no capacity to see.
             continue
-        findings.append(Finding(f"{mechanism}/{name}@{K}", knee.Q_bytes, True))
+        capacity = knee.Q_bytes
+        if not slowest and shares:
+            capacity = _knee_of_unequal(some, K, T0, rate, shares, capacity)
+        findings.append(Finding(f"{mechanism}/{name}@{K}", capacity, True))
         producers.append(float(K))
-        values.append(max(0.0, knee.Q_bytes.value))
+        values.append(max(0.0, capacity.value))
         backlog = None if slowest else _backlog(rows, mechanism, K, rate, T0)
         if backlog is not None:
             findings.append(Finding(f"{mechanism}/{name}@{K}", backlog, False))
@@ -141,6 +154,36 @@ def fit_Q(
             f"{mechanism}: Q: no number of producers overfilled the link; send longer bursts"
         )
     return ProducerCurve(tuple(producers), tuple(values)), findings
+
+
+def _knee_of_unequal(
+    rows: list[Row],
+    K: int,
+    T0: IssueTable,
+    rate: float,
+    shares: tuple[float, ...],
+    start: Estimate,
+) -> Estimate:
+    """Q from the means of isolated bursts of producers that are served unequally."""
+    nbytes, seen = _fits.clean(column(rows, "B"), column(rows, "mean"), 5, start.route)
+    sizes = np.unique(nbytes)
+    floors = {B: float(T0(K, B)) for B in sizes}
+
+    def misfit(Q: float) -> float:
+        gaps = np.zeros((1, 1))
+        mean = {
+            B: float(ProducerTrain(K, B, floors[B], rate, Q, gaps, shares).isolated().mean())
+            for B in sizes
+        }
+        error = np.array([mean[B] for B in nbytes]) - seen
+        return float(np.sum(np.abs(error) / (0.05 + 0.03 * seen)))
+
+    most = float(K * sizes[-1])
+    found = optimize.minimize_scalar(misfit, bounds=(0.0, most), method="bounded")
+    # The interval of the plain knee, moved: the same scatter makes it.
+    shift = float(found.x) - start.value
+    route = start.route.replace("knee", "knee, producers served by their shares")
+    return Estimate(float(found.x), start.low + shift, start.high + shift, route, start.points)
 
 
 def _backlog(
@@ -210,7 +253,8 @@ def fit_mechanism(rows: list[Row], mechanism: str) -> tuple[Mechanism, list[Find
     """All parameters of one way to store, with every route to each."""
     T0, found_T0 = fit_T0(rows, mechanism)
     R, found_R = fit_R(rows, mechanism, T0)
-    Q, found_Q = fit_Q(rows, mechanism, T0, R, slowest=False)
+    shares = fit_shares(rows, mechanism, T0)
+    Q, found_Q = fit_Q(rows, mechanism, T0, R, slowest=False, shares=shares)
     Q_slowest, found_slowest = fit_Q(rows, mechanism, T0, R, slowest=True)
     visibility, found_visibility = fit_visibility(rows, mechanism, R)
     R_both, found_both = fit_R_both(rows, mechanism)
@@ -231,7 +275,7 @@ def fit_mechanism(rows: list[Row], mechanism: str) -> tuple[Mechanism, list[Find
             visibility_us=round(visibility, 3),
             R_both_GBps=None if R_both is None else _round_curve(R_both, 1),
             intervals=intervals,
-            shares=fit_shares(rows, mechanism, T0),
+            shares=shares,
         ),
         findings,
     )

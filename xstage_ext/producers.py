@@ -52,6 +52,19 @@ class ProducerTrain:
         weights = np.random.default_rng(self.K).permutation(weights)
         return np.asarray(weights / weights.mean())
 
+    def isolated(self) -> FloatArray:
+        """Issue time of every producer when all begin together on an empty pipe, us; [K].
+
+        A producer is done when all but Q/K of its bytes have left. The link serves by weight those
+        who still have bytes, so the time at which `x` bytes per unit of weight have left is
+        t(x) = sum over producers of min(w x, B) / R, and producer k is done at t((B - Q/K) / w_k).
+        With equal weights this is (V - Q)/R.
+        """
+        weights = self.weights()
+        need = max(0.0, self.B_bytes - self.Q_bytes / self.K) / weights
+        left = np.minimum(weights[None, :] * need[:, None], self.B_bytes).sum(axis=1)
+        return np.asarray(np.maximum(self.T0_us, left / (self.R_GBps * 1e3)))
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainTimes:

@@ -131,25 +131,30 @@ def predict(profile: MachineProfile, held: Held, bench: BenchGap) -> Row:
 def predict_by_producers(
     profile: MachineProfile, held: list[Held], rows: list[Row], bench: BenchGap
 ) -> None:
-    """Replace `ours` where random gaps hold all producers in step: the law producer by producer."""
-    chosen = [i for i, one in enumerate(held) if one.family == "random_common"]
-    trains = []
-    for i in chosen:
-        point = held[i].point
+    """Replace `ours` by the law producer by producer where unequal service matters.
+
+    That is where something holds producers in step: bursts in step, and random gaps in common.
+    """
+    trains, chosen = [], []
+    for i, one in enumerate(held):
+        point = one.point
         mechanism = profile.mechanism(point.mechanism)
         K, nbytes = point.producers, point.nbytes
         gaps = np.zeros((1, 1)) if point.gaps_us is None else point.gaps_us
-        trains.append(
-            ProducerTrain(
-                K,
-                nbytes,
-                float(mechanism.T0_us(K, nbytes)),
-                float(mechanism.R_GBps(K)),
-                float(mechanism.Q_bytes(K)),
-                np.maximum(bench.shortest_us, gaps + bench.late_us),
-                mechanism.shares,
-            )
+        train = ProducerTrain(
+            K,
+            nbytes,
+            float(mechanism.T0_us(K, nbytes)),
+            float(mechanism.R_GBps(K)),
+            float(mechanism.Q_bytes(K)),
+            np.maximum(bench.shortest_us, gaps + bench.late_us),
+            mechanism.shares,
         )
+        if one.family == "aligned":
+            rows[i]["predicted"]["ours"] = float(train.isolated().mean())
+        elif one.family == "random_common":
+            chosen.append(i)
+            trains.append(train)
     for i, mean in zip(chosen, run_trains(trains).mean_us, strict=True):
         rows[i]["predicted"]["ours"] = float(mean)
 

@@ -69,3 +69,20 @@ def test_weights_have_mean_one_and_cover_the_quantiles() -> None:
     weights = train(1.0, 1.0, 0.0, UNEQUAL).weights()
     assert weights.mean() == pytest.approx(1.0)
     assert weights.max() / weights.min() == pytest.approx(1.45 / 0.79, rel=0.02)
+
+
+def test_isolated_burst_of_equal_producers_is_the_closed_form() -> None:
+    for nbytes in (4096, 16384, 32768, 98304):
+        law = BurstGap(0.5, R, Q, K * nbytes)
+        times = train(nbytes, 0.5, 0.0).isolated()
+        assert np.ptp(times) == 0.0
+        assert times[0] == pytest.approx(float(law.steady(1e9)))
+
+
+def test_isolated_burst_of_unequal_producers_agrees_with_the_fluid() -> None:
+    for nbytes in (32768, 65536, 131072):
+        one = train(nbytes, nbytes / 60e3, 500.0, UNEQUAL)
+        times = one.isolated()
+        fluid = run_trains([one], window_us=80.0, warm_us=0.0, first=1).first_us[0, 0]
+        assert times.mean() == pytest.approx(fluid, abs=0.25)
+        assert times.min() < times.mean() < times.max() <= K * nbytes / (R * 1e3)
