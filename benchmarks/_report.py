@@ -127,9 +127,16 @@ class ResultWriter:
 
     def write(self, row: Row) -> None:
         """Write one line."""
-        line = json.dumps(row.as_dict() | facts())
+        line = json.dumps(_rounded(row.as_dict() | facts()))
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
+
+
+def _rounded(value: Any) -> Any:
+    """Floats to six significant digits: more is noise."""
+    if isinstance(value, dict):
+        return {name: _rounded(item) for name, item in value.items()}
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def read(path: str | pathlib.Path) -> Iterator[dict[str, Any]]:
