@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from xstage_ext import machine
 from xstage_ext.errors import PlanError
 from xstage_ext.planner.attention import TILE_ORDERS, AttentionPlan, even_split
 from xstage_ext.planner.attention_choice import AttentionProblem, decide
@@ -166,6 +167,24 @@ def test_proxy_has_the_heads_of_one_rank_among_eight() -> None:
     problem = shape("wan2.2-720p").problem(2, proxy_world=8)
     assert problem.heads == 10 and problem.query_shares == (5, 5)
     assert sum(problem.rows) == 75600
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "rows", "causal", "measured_us"),
+    [
+        (12, 128, 4096, False, 148.6),
+        (12, 128, 16384, False, 2315.1),
+        (12, 128, 16384, True, 1182.8),
+        (5, 128, 75600, False, 20730.2),
+        (12, 64, 8192, False, 375.3),
+        (12, 64, 32768, True, 3005.6),
+        (6, 64, 17776, False, 985.6),
+    ],
+)
+def test_attention_alone_as_measured_on_h200(heads, head_dim, rows, causal, measured_us) -> None:
+    problem = AttentionProblem(heads, heads, head_dim, (rows,), causal=causal)
+    predicted = decide(problem, machine.load("h200x2")).predicted_us["attention"]
+    assert abs(predicted / measured_us - 1) < 0.1
 
 
 def test_unknown_model_lists_the_names() -> None:
