@@ -274,15 +274,24 @@ def info(as_json: AsJson = False) -> None:
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="Script in benchmarks/, e.g. sweep_84.")],
+    name: Annotated[
+        str | None, typer.Argument(help="Script in benchmarks/, e.g. sweep_84.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Attention layer of a public model, e.g. wan2.2-720p.")
+    ] = None,
 ) -> None:
     """Run a benchmark of the checkout; further arguments go to it."""
+    arguments = list(context.args)
+    if model is not None:
+        arguments = [model, *([name] if name is not None else []), *arguments]
+        name = "bench_model"
     folder = pathlib.Path(__file__).resolve().parents[1] / "benchmarks"
     scripts = sorted(p.stem for p in folder.glob("[!_]*.py"))
     if name not in scripts:
         found = ", ".join(scripts) or "none: benchmarks/ is part of the repository, not of a wheel"
         raise typer.BadParameter(f"name: expected one of {found}; got {name}")
-    sys.argv = [str(folder / f"{name}.py"), *context.args]
+    sys.argv = [str(folder / f"{name}.py"), *arguments]
     sys.path.insert(0, str(folder))
     runpy.run_path(sys.argv[0], run_name="__main__")
 

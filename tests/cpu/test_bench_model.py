@@ -20,6 +20,16 @@ def test_predicts_without_ranks() -> None:
     assert sum("predicted" in text for text in lines) == 3
 
 
+def test_command_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "xstage_ext.cli", "bench", "--model", "wan2.2-720p"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "rows=75600 heads=40" in done.stdout
+
+
 def test_measures_between_processes() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", str(SCRIPT), "cogvideox-2b"]
