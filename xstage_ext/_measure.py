@@ -80,10 +80,15 @@ def isolated(bench: BurstBench, point: Point) -> Row:
     return row
 
 
+def settled_until(window_us: float) -> float:
+    """Latest begin of a burst that counts: the last ones may still be on their way."""
+    return window_us - 20.0
+
+
 def settled(trace: Trace, window_us: float) -> tuple[np.ndarray, float, float]:
     """Issue times [producers, bursts] of the settled part of a window (NaN outside), its limits."""
     last = float(np.nanmin(np.nanmax(trace.done, axis=1)))
-    low, high = WARM_US, min(window_us - 20.0, last)
+    low, high = WARM_US, min(settled_until(window_us), last)
     inside = (trace.begin >= low) & (trace.begin <= high)
     return np.where(inside, trace.t_iss, np.nan), low, high
 

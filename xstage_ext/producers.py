@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .machine import FloatArray
+from .machine import FloatArray, FloatLike
 
 STEP_US = 0.1
 
@@ -73,7 +73,7 @@ class TrainTimes:
     Attributes
     ----------
     mean_us : array [trains]
-        Mean over all bursts that begin between `warm_us` and the end of the window.
+        Mean over all bursts that begin between `warm_us` and the end of the train's window.
     first_us : array [trains, bursts]
         Mean over producers of the first bursts; NaN where the window ended before.
     """
@@ -88,7 +88,7 @@ def _rows(values: Sequence[float]) -> FloatArray:
 
 def run_trains(
     trains: Sequence[ProducerTrain],
-    window_us: float = 500.0,
+    windows_us: FloatLike = 500.0,
     warm_us: float = 150.0,
     first: int = 8,
 ) -> TrainTimes:
@@ -96,7 +96,20 @@ def run_trains(
 
     In a step a producer that issues hands over bytes at B/T0 until its queue holds Q/K, then as
     fast as its queue is served; queues share R by weight. Ends of bursts are interpolated.
+
+    Parameters
+    ----------
+    trains
+        They do not influence each other.
+    windows_us : array_like
+        Time until which bursts of each train count; a number or one per train. Gaps that are equal
+        for all producers have a mean of their own in every window, so compare equal windows.
+    warm_us : float
+        Bursts that begin earlier do not count.
+    first : int
+        Bursts of `TrainTimes.first_us`.
     """
+    windows = np.broadcast_to(np.asarray(windows_us, np.float64), len(trains))
     P, most = len(trains), max(train.K for train in trains)
     n = max(train.gaps_us.shape[1] for train in trains)
     real = np.zeros((P, most), bool)
@@ -119,7 +132,7 @@ def run_trains(
     index = np.zeros((P, most), np.intp)
     total, count = np.zeros(P), np.zeros(P)
     sums, seen = np.zeros((P, first)), np.zeros((P, first))
-    for step in range(round(window_us / STEP_US)):
+    for step in range(round(float(windows.max()) / STEP_US)):
         now = step * STEP_US
         # The part of this step in which the producer issues.
         part = np.clip((now + STEP_US - begin) / STEP_US, 0.0, 1.0) * (left > 0)
@@ -138,7 +151,7 @@ def run_trains(
             continue
         end = np.maximum(begin[at], now) + fraction[at] * part[at] * STEP_US
         T = np.maximum(end - begin[at], T0[which, 0])
-        settled = begin[at] >= warm_us
+        settled = (begin[at] >= warm_us) & (begin[at] <= windows[which])
         np.add.at(total, which[settled], T[settled])
         np.add.at(count, which[settled], 1.0)
         early = burst < first

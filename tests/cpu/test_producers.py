@@ -20,7 +20,7 @@ def train(nbytes: float, T0: float, gaps, shares=()) -> ProducerTrain:
 @pytest.mark.parametrize(("nbytes", "T0"), [(16384, 0.3), (32768, 0.55), (65536, 1.2)])
 def test_equal_shares_are_the_lumped_recursion(nbytes: float, T0: float, gap: float) -> None:
     law = BurstGap(T0, R, Q, K * nbytes)
-    times = run_trains([train(nbytes, T0, gap)], window_us=400.0)
+    times = run_trains([train(nbytes, T0, gap)], windows_us=400.0)
     lumped = law.transient(np.full(8, gap)).T_iss_us
     assert times.first_us[0] == pytest.approx(lumped, abs=0.15)
     assert times.mean_us[0] == pytest.approx(float(law.steady(gap)), abs=0.15)
@@ -29,7 +29,7 @@ def test_equal_shares_are_the_lumped_recursion(nbytes: float, T0: float, gap: fl
 @pytest.mark.parametrize("gap", [0.5, 6.0, 12.0, 18.0])
 def test_unequal_shares_keep_the_mean_of_a_saturated_train(gap: float) -> None:
     law = BurstGap(1.2, R, Q, K * 65536)
-    times = run_trains([train(65536, 1.2, gap, UNEQUAL)], window_us=900.0)
+    times = run_trains([train(65536, 1.2, gap, UNEQUAL)], windows_us=900.0)
     assert times.mean_us[0] == pytest.approx(float(law.free_running(gap)), rel=0.06)
 
 
@@ -37,7 +37,7 @@ def test_unequal_service_breaks_the_step() -> None:
     """In step every burst overfills the pipe; served unequally, a train is soon out of step."""
     gap = 30.0
     equal, unequal = (
-        run_trains([train(65536, 1.2, gap, shares)], window_us=600.0, first=10)
+        run_trains([train(65536, 1.2, gap, shares)], windows_us=600.0, first=10)
         for shares in ((), UNEQUAL)
     )
     law = BurstGap(1.2, R, Q, K * 65536)
@@ -52,7 +52,7 @@ def test_random_gaps_of_all_stall_where_their_mean_would_not() -> None:
     gaps = rng.uniform(0, 45.0, size=256)
     own = rng.uniform(0, 45.0, size=(K, 256))
     common, each = run_trains(
-        [train(49152, 0.87, gaps, UNEQUAL), train(49152, 0.87, own, UNEQUAL)], window_us=900.0
+        [train(49152, 0.87, gaps, UNEQUAL), train(49152, 0.87, own, UNEQUAL)], windows_us=900.0
     ).mean_us
     assert each == pytest.approx(0.87, abs=0.2)
     assert common > each + 0.5
@@ -83,6 +83,6 @@ def test_isolated_burst_of_unequal_producers_agrees_with_the_fluid() -> None:
     for nbytes in (32768, 65536, 131072):
         one = train(nbytes, nbytes / 60e3, 500.0, UNEQUAL)
         times = one.isolated()
-        fluid = run_trains([one], window_us=80.0, warm_us=0.0, first=1).first_us[0, 0]
+        fluid = run_trains([one], windows_us=80.0, warm_us=0.0, first=1).first_us[0, 0]
         assert times.mean() == pytest.approx(fluid, abs=0.25)
         assert times.min() < times.mean() < times.max() <= K * nbytes / (R * 1e3)
