@@ -25,11 +25,15 @@ _GROUP = 16
 """Most m-blocks of a group. Measured on H200 (docs/perf_log.md): a group reads its weights once, so
 small groups, and mixing the tiles of two groups, cost up to a quarter of the time."""
 
+_WAVE = 64
+"""m-blocks of a wave. Measured: shorter and longer waves are slower."""
+
 _X_RING = 64
 """m-blocks of tokens that are pulled ahead. Measured: more of them gain nothing."""
 
-_TIE = 0.005
-"""The wave is kept unless interleaving is predicted to gain more than this share."""
+_INTERLEAVING_COST = 0.03
+"""Measured with all rows local (docs/perf_log.md), unknown to the simulator: the wave stays unless
+interleaving is predicted to gain more than this share."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,10 +191,8 @@ def _decide(
         us = simulate_megamoe(plan, counts, profile, num_tokens=problem.load).total_us
         if label not in best or us < best[label][0]:
             best[label] = us, plan
-    # The wave first: it stays unless another is better by more than a tie.
-    chosen, (us, plan) = min(
-        best.items(), key=lambda item: item[1][0] * (1.0 if item[0][0] == "wave" else 1.0 + _TIE)
-    )
+    cost = {"wave": 1.0, "interleaved": 1.0 + _INTERLEAVING_COST}
+    chosen, (us, plan) = min(best.items(), key=lambda item: item[1][0] * cost[item[0][0]])
     least = floors(problem, profile)
     return Decision(
         action=chosen[0],
@@ -298,10 +300,9 @@ def _distances(plan: MegaMoePlan, problem: MoEProblem, schedule: int, ring_bytes
     round_blocks = max(plan.group_blocks, -(-plan.num_sms // plan.linear1_tiles))
     most = max(round_blocks, ring_bytes // 2 // (2 * plan.block_m * plan.intermediate))
     if schedule == 0:
-        wanted = [2 * round_blocks, 4 * round_blocks, blocks]
+        wanted = [min(blocks, _WAVE)]
     else:
-        wanted = [round_blocks, 2 * round_blocks, 4 * round_blocks, blocks // 4, blocks * 45 // 100]
-        wanted = [max(round_blocks, distance) for distance in wanted]
+        wanted = [max(round_blocks, groups * plan.group_blocks) for groups in (1, 2, 3, 4)]
     return sorted({max(1, min(distance, blocks, most)) for distance in wanted})
 
 
