@@ -59,6 +59,7 @@ inline A2aShape check_inputs(char const* op, std::vector<Tensor> const& inputs,
     check_shape(op, name.c_str(), inputs[t],
                 {shape.batch, forms[t].sent_rows(rank), forms[t].sent_heads(rank), shape.head_dim});
     check_dtype(op, name.c_str(), inputs[t], shape.dtype);
+    check_same_device(op, name.c_str(), inputs[t], inputs.front());
   }
   return shape;
 }

@@ -59,8 +59,16 @@ inline Tensor unit_last_stride(Tensor const& tensor) {
   return unit ? tensor : torch::stable::contiguous(tensor);
 }
 
-inline void check_segments(char const* op, std::optional<Tensor> const& segments, int64_t batch) {
+inline void check_same_device(char const* op, char const* name, Tensor const& tensor,
+                              Tensor const& like) {
+  XS_CHECK(tensor.device() == like.device(), "xstage.", op, ": ", name,
+           ": expected a tensor on the device of the first one");
+}
+
+inline void check_segments(char const* op, std::optional<Tensor> const& segments, Tensor const& q) {
   if (!segments.has_value()) return;
+  int64_t const batch = q.size(0);
+  check_same_device(op, "key_segments", *segments, q);
   check_shape(op, "key_segments", *segments, {batch, -1, 2});
   check_dtype(op, "key_segments", *segments, ScalarType::Int);
   check_contiguous(op, "key_segments", *segments);
@@ -77,7 +85,9 @@ inline AttentionProblem make_problem(char const* op, Tensor const& q, Tensor con
   check_shape(op, "v", v, {q.size(0), k.size(1), k.size(2), q.size(3)});
   check_dtype(op, "k", k, q.scalar_type());
   check_dtype(op, "v", v, q.scalar_type());
-  check_segments(op, options.key_segments, q.size(0));
+  check_same_device(op, "k", k, q);
+  check_same_device(op, "v", v, q);
+  check_segments(op, options.key_segments, q);
   AttentionProblem problem{};
   problem.batch = q.size(0);
   problem.num_query_rows = q.size(1);
