@@ -60,8 +60,7 @@ class Resources:
             dtype=torch.uint8,
             pin_memory=device.type == "cuda",
         )
-        if hasattr(torch.ops.xstage, "workspace_load"):
-            torch.ops.xstage.workspace_load(memory.block(self.own_ranks[0]))
+        torch.ops.xstage.workspace_load(memory.block(self.own_ranks[0]))
         # Made now: making the first stream waits for running kernels, and close() must not.
         self._side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         _sweep()
