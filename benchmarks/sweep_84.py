@@ -195,6 +195,9 @@ def _print_summary(shown: list[tuple[Config, dict[str, dict[str, Any]]]], measur
         if arm == "planner":
             for ratio, name in result.regressions:
                 console.print(f"    regression {ratio:.3f}x {name}")
+    for label, chosen in (("all", shown), ("held-out", [s for s in shown if s[0].held_out])):
+        if chosen:
+            console.print(f"  planner's regret, {label}: {_regret_text(chosen)}")
     attained = sorted(
         arms[BASELINE]["ceiling_us"] / arms["planner"]["us_median"] for _, arms in shown
     )
@@ -209,6 +212,16 @@ def _print_summary(shown: list[tuple[Config, dict[str, dict[str, Any]]]], measur
             if name in ARMS
         )
         console.print(f"  prediction error {errors[len(errors) // 2]:.1%} (median)")
+
+
+def _regret_text(shown: list[tuple[Config, dict[str, dict[str, Any]]]]) -> str:
+    """How much longer the planner's choice takes than the best arm of each configuration."""
+    regrets = sorted(
+        (arms["planner"]["us_median"] / min(arms[arm]["us_median"] for arm in ARMS) - 1.0, c.name)
+        for c, arms in shown
+    )
+    worst, name = regrets[-1]
+    return f"median {regrets[len(regrets) // 2][0]:.1%}, worst {worst:.1%} ({name})"
 
 
 def run_predictions(
