@@ -63,6 +63,9 @@ def fused(
         nbytes=sum(sizes) + 2048, device="cpu", backend="virtual", world=plan.world, timeout_ms=2000
     ) as workspace:
         first, second = (workspace.channel(n, s) for n, s in zip("io", sizes, strict=True))
+        for lease in (first, second):
+            for rank in range(plan.world):
+                lease.region(rank).fill_(255)  # NaN wherever nobody writes
         shards = zip(
             reference.shards(inputs[0], plan.rows),
             *(reference.shards(tensor, plan.kv_rows) for tensor in inputs[1:]),
