@@ -70,7 +70,7 @@ def test_memory_of_the_large_layer() -> None:
 def test_less_memory_on_request() -> None:
     usual, small = choose(LARGE, PROFILE), choose(LARGE, PROFILE, ring_bytes=50_000_000)
     # Staged tokens and returned rows are 336 MB, whatever the rings.
-    assert 336_000_000 < small.bytes < 400_000_000 < usual.bytes < 480_000_000
+    assert 336_000_000 < small.bytes < 410_000_000 < usual.bytes < 480_000_000
 
 
 def test_overrides_are_taken() -> None:
