@@ -32,8 +32,9 @@ class MegaMoE(torch.nn.Module):
     """Experts of one layer, spread over the ranks of a group. Inference only.
 
     Routing weights multiply in fp32 where a token's results are added up, in ascending slot order,
-    so results are bitwise the same for every schedule and plan. Gate and up are rounded to bf16
-    before the activation, and so is every expert's result, as an unfused pipeline does.
+    so results are bitwise the same for every schedule and plan. Every expert's result is rounded
+    to bf16, as an unfused pipeline does. So are gate and up on the CPU; the CUDA kernel keeps them
+    in fp32 up to the activation.
 
     Parameters
     ----------
