@@ -1,104 +1,180 @@
-"""Reads the traces that the megamoe kernel's trace build records (csrc/megamoe/trace_format.h)."""
+"""What a traced megamoe call did, per SM: Chrome/Perfetto JSON, a picture, distributions of spans.
+
+y, records = torch.ops.xstage.megamoe_traced(x, ids, weights, w13, w2, plan, workspace, 512)
+trace = MegaMoETrace.read(records)
+trace.save_chrome("trace.json"); trace.save_picture("trace.png"); print(trace.summary())
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import pathlib
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-_MATH_TRACKS = (1, 2)
-_TILE = 1
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
+TRACKS = ("phases", "math 0", "math 1", "pull")
+KINDS = ("", "tile", "prologue", "pull", "tail", "combine")
+_PHASES = ("", "linear-1", "linear-2")
+_COLORS = {
+    "linear-1": "tab:blue",
+    "linear-2": "tab:orange",
+    "prologue": "tab:gray",
+    "pull": "tab:green",
+    "tail": "lightgray",
+    "combine": "tab:purple",
+}
 
 
 @dataclasses.dataclass(frozen=True)
-class TileTrace:
-    """Tiles of one rank as its math warpgroups saw them; arrays of one length.
-
-    Times in us; `begin_us` and `end_us` count from the first tile of the rank.
+class Span:
+    """One record.
 
     Attributes
     ----------
-    phase : int array
-        1 for Linear-1, 2 for Linear-2.
-    begin_us, end_us : float array
-        First operands there; results handed over.
-    first_wait_us, stage_wait_us : float array
-        Waiting for the first stage (before `begin_us`), and for later stages.
-    hand_over_us : float array
-        Accumulators to results, stores and what they are held up by: the store span.
+    cta : int
+        Block of the grid.
+    track, kind : str
+        Of `TRACKS`; "linear-1", "linear-2" or one of `KINDS`.
+    block, n : int
+        m-block and column tile; for "pull": block and row.
+    start_us, end_us : float
+        From the first record of the call on.
+    first_cycles, other_cycles, handing_cycles, all_cycles : int
+        SM cycles of a tile: waiting for its first stage, waiting for its other stages, handing over
+        its results, in all.
     """
 
-    cta: IntArray
-    group: IntArray
-    phase: IntArray
-    block: IntArray
-    n: IntArray
-    begin_us: FloatArray
-    end_us: FloatArray
-    first_wait_us: FloatArray
-    stage_wait_us: FloatArray
-    hand_over_us: FloatArray
+    cta: int
+    track: str
+    kind: str
+    block: int
+    n: int
+    start_us: float
+    end_us: float
+    first_cycles: int
+    other_cycles: int
+    handing_cycles: int
+    all_cycles: int
 
-    def of_phase(self, phase: int) -> TileTrace:
-        """Tiles of one phase."""
-        keep = self.phase == phase
-        values = {f.name: getattr(self, f.name)[keep] for f in dataclasses.fields(self)}
-        return TileTrace(**values)
-
-    def activity(self, bin_us: float) -> FloatArray:
-        """Share of the math warpgroups inside a main loop, by bins of time."""
-        workers = len(np.unique(self.cta * 2 + self.group))
-        return busy_share(self.begin_us, self.end_us - self.hand_over_us, workers, bin_us)
+    @property
+    def us(self) -> float:
+        """Duration."""
+        return self.end_us - self.start_us
 
 
-def busy_share(begin_us: FloatArray, end_us: FloatArray, workers: int, bin_us: float) -> FloatArray:
-    """Share of `workers` that are inside one of the intervals [begin, end), by bins of time."""
-    if not len(begin_us):
-        return np.zeros(0)
-    edges = np.arange(0.0, float(end_us.max()) + bin_us, bin_us)
+@dataclasses.dataclass(frozen=True)
+class MegaMoETrace:
+    """All spans of one call of one rank, by CTA, track and time."""
 
-    def before(times: FloatArray) -> FloatArray:
-        """Sum over the intervals' ends of the time that lies behind them, at every edge."""
-        ordered = np.sort(times)
-        count = np.searchsorted(ordered, edges)
-        total = np.concatenate([[0.0], np.cumsum(ordered)])[count]
-        return np.asarray(count * edges - total)
+    spans: tuple[Span, ...]
 
-    covered = np.diff(before(begin_us) - before(end_us))
-    return np.asarray(covered / (workers * bin_us))
+    @classmethod
+    def read(cls, records: torch.Tensor) -> MegaMoETrace:
+        """From the second result of `megamoe_traced`: int64 [CTAs, tracks, records, words].
+
+        Raises
+        ------
+        ValueError
+            Another shape or dtype.
+        """
+        if records.dtype != torch.int64 or records.dim() != 4 or records.shape[3] != 8:
+            text = f"{records.dtype} {list(records.shape)}"
+            raise ValueError(f"MegaMoETrace: expected int64 [CTAs, 4, records, 8], got {text}")
+        words: npt.NDArray[np.int64] = records.cpu().numpy()
+        used = words[..., 0] != 0
+        start = int(words[..., 2][used].min()) if used.any() else 0
+        return cls(tuple(_spans(words, used, start)))
+
+    def of(self, kind: str, track: str | None = None) -> list[Span]:
+        """Spans of a kind, and of a track where it is given."""
+        return [s for s in self.spans if s.kind == kind and track in (None, s.track)]
+
+    def save_chrome(self, path: str | pathlib.Path) -> None:
+        """For chrome://tracing or ui.perfetto.dev: a process per CTA, a thread per track."""
+        events = [
+            {
+                "name": f"{s.kind} block {s.block} n {s.n}" if s.block or s.n else s.kind,
+                "cat": s.kind,
+                "ph": "X",
+                "pid": s.cta,
+                "tid": TRACKS.index(s.track),
+                "ts": s.start_us,
+                "dur": s.us,
+                "args": {
+                    "wait_first_cycles": s.first_cycles,
+                    "wait_other_cycles": s.other_cycles,
+                    "handing_cycles": s.handing_cycles,
+                    "cycles": s.all_cycles,
+                },
+            }
+            for s in self.spans
+        ]
+        names = [
+            {"name": "thread_name", "ph": "M", "pid": cta, "tid": i, "args": {"name": track}}
+            for cta in sorted({s.cta for s in self.spans})
+            for i, track in enumerate(TRACKS)
+        ]
+        pathlib.Path(path).write_text(json.dumps({"traceEvents": names + events}), "utf-8")
+
+    def save_picture(self, path: str | pathlib.Path, ctas: int = 16) -> None:
+        """A timeline of the first CTAs: math warpgroups and phases of each."""
+        from matplotlib.figure import Figure
+
+        shown = sorted({s.cta for s in self.spans})[:ctas]
+        figure = Figure(figsize=(14, 0.5 * len(shown) + 1.5), layout="constrained")
+        axes = figure.subplots()
+        rows = {"math 0": 0.55, "math 1": 0.3, "phases": 0.05, "pull": 0.8}
+        for s in self.spans:
+            if s.cta in shown:
+                bar = (s.start_us, s.us)
+                low = shown.index(s.cta) + rows[s.track]
+                axes.broken_barh([bar], (low, 0.2), facecolors=_COLORS.get(s.kind, "black"))
+        axes.set_yticks([i + 0.5 for i in range(len(shown))], [f"CTA {c}" for c in shown])
+        axes.set_xlabel("us")
+        for kind, color in _COLORS.items():
+            axes.broken_barh([], (0, 0), facecolors=color, label=kind)
+        axes.legend(loc="upper right", ncols=len(_COLORS))
+        figure.savefig(path, dpi=120)
+
+    def summary(self) -> str:
+        """Distributions by kind: how many, us and cycles at 10, 50 and 90%."""
+        lines = [
+            "kind       track      spans   us p10   p50   p90   wait first  others  handing kcyc"
+        ]
+        for kind in dict.fromkeys(s.kind for s in self.spans):
+            for track in TRACKS:
+                spans = self.of(kind, track)
+                if not spans:
+                    continue
+                us = np.percentile([s.us for s in spans], [10, 50, 90])
+                cycles = [
+                    np.mean([getattr(s, name) for s in spans]) / 1e3
+                    for name in ("first_cycles", "other_cycles", "handing_cycles")
+                ]
+                lines.append(
+                    f"{kind:10} {track:9} {len(spans):6}  {us[0]:7.2f} {us[1]:5.2f} {us[2]:5.2f}"
+                    f"   {cycles[0]:10.2f} {cycles[1]:7.2f} {cycles[2]:8.2f}"
+                )
+        return "\n".join(lines)
 
 
-def decode(trace: torch.Tensor, clock_mhz: float) -> TileTrace:
-    """The tiles in a trace.
-
-    Parameters
-    ----------
-    trace : Tensor
-        int64 [CTA, track, record, word], second result of `torch.ops.xstage.megamoe_traced`.
-    clock_mhz : float
-        SM clock during the call; turns cycles into us.
-    """
-    words = trace.cpu().numpy()
-    math = words[:, _MATH_TRACKS]
-    cta, group, record = np.nonzero(math[..., 0] == _TILE)
-    rows = math[cta, group, record]
-    tile = rows[:, 1]
-    origin = rows[:, 2].min() if len(rows) else 0
-    begin, end = ((rows[:, i] - origin) / 1e3 for i in (2, 3))
-    first, stages, hand_over = (rows[:, i] / clock_mhz for i in (4, 5, 6))
-    return TileTrace(
-        cta=cta.astype(np.int64),
-        group=group.astype(np.int64),
-        phase=tile >> 48,
-        block=(tile >> 24) & 0xFFFFFF,
-        n=tile & 0xFFFFFF,
-        begin_us=begin,
-        end_us=end,
-        first_wait_us=first,
-        stage_wait_us=stages,
-        hand_over_us=hand_over,
-    )
+def _spans(words: npt.NDArray[np.int64], used: npt.NDArray[np.bool_], start: int) -> Iterator[Span]:
+    for cta, track, record in np.argwhere(used):
+        kind, tile, begin, end, *cycles = (int(word) for word in words[cta, track, record][:8])
+        name = KINDS[kind]
+        if name == "tile":
+            name = _PHASES[tile >> 48] or "empty"
+        yield Span(
+            int(cta),
+            TRACKS[track],
+            name,
+            (tile >> 24) & 0xFFFFFF,
+            tile & 0xFFFFFF,
+            (begin - start) / 1e3,
+            (end - start) / 1e3,
+            *cycles,
+        )

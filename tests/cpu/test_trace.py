@@ -1,47 +1,57 @@
-"""Decoding of kernel traces."""
+"""Traces of megamoe, read from records as the kernel writes them."""
 
 from __future__ import annotations
 
-import numpy as np
+import json
+import pathlib
+
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from xstage_ext import trace
+from xstage_ext.trace import MegaMoETrace
 
 
-def test_decode_reads_tiles_of_both_math_tracks():
-    words = torch.zeros(3, 4, 5, 8, dtype=torch.int64)
-    tile = 2 << 48 | 77 << 24 | 5
-    words[1, 1, 0] = torch.tensor([1, tile, 10_000, 15_000, 1980, 990, 3960, 0])
-    words[2, 2, 3] = torch.tensor([1, 1 << 48, 12_000, 13_000, 0, 0, 0, 0])
-    words[0, 0, 0] = torch.tensor([2, 0, 1, 2, 3, 4, 5, 0])  # a phase record, not a tile
-    tiles = trace.decode(words, clock_mhz=1980.0)
-    assert tiles.cta.tolist() == [1, 2]
-    assert tiles.group.tolist() == [0, 1]
-    assert tiles.phase.tolist() == [2, 1]
-    assert (tiles.block[0], tiles.n[0]) == (77, 5)
-    np.testing.assert_allclose(tiles.begin_us, [0.0, 2.0])
-    np.testing.assert_allclose(tiles.end_us, [5.0, 3.0])
-    np.testing.assert_allclose(tiles.hand_over_us, [2.0, 0.0])
-    np.testing.assert_allclose(tiles.first_wait_us, [1.0, 0.0])
-    assert len(tiles.of_phase(2).cta) == 1
-    np.testing.assert_allclose(tiles.activity(1.0), [0.5, 0.5, 1.0])
+def records() -> torch.Tensor:
+    """Two CTAs: a prologue, a tile of each linear, an empty tile, a pull."""
+    words = torch.zeros(2, 4, 3, 8, dtype=torch.int64)
+    words[0, 0, 0] = torch.tensor([2, 0, 1000, 11_000, 0, 0, 0, 0])
+    words[0, 1, 0] = torch.tensor([1, 1 << 48 | 5 << 24 | 7, 11_000, 61_000, 10, 20, 30, 90_000])
+    words[0, 1, 1] = torch.tensor([1, 2 << 48 | 5 << 24 | 9, 61_000, 81_000, 1, 2, 3, 30_000])
+    words[1, 2, 0] = torch.tensor([1, 0, 11_000, 12_000, 0, 0, 0, 5])
+    words[1, 3, 0] = torch.tensor([3, 6 << 24 | 127, 12_000, 15_000, 0, 0, 0, 0])
+    return words
 
 
-def test_empty_trace():
-    tiles = trace.decode(torch.zeros(1, 4, 1, 8, dtype=torch.int64), 1000.0)
-    assert len(tiles.cta) == len(tiles.activity(1.0)) == 0
+def test_reads_every_used_record() -> None:
+    trace = MegaMoETrace.read(records())
+    assert [s.kind for s in trace.spans] == ["prologue", "linear-1", "linear-2", "empty", "pull"]
+    tile = trace.of("linear-1")[0]
+    assert (tile.cta, tile.track, tile.block, tile.n) == (0, "math 0", 5, 7)
+    assert (tile.start_us, tile.end_us) == (10.0, 60.0)
+    assert (tile.first_cycles, tile.other_cycles, tile.handing_cycles) == (10, 20, 30)
+    pull = trace.of("pull", "pull")[0]
+    assert (pull.cta, pull.block, pull.n) == (1, 6, 127)
+    assert trace.of("pull", "math 0") == []
 
 
-@given(
-    st.lists(st.tuples(st.floats(0, 50), st.floats(0, 20)), min_size=1, max_size=30),
-    st.sampled_from([0.5, 1.0, 7.0]),
-)
-def test_busy_share_keeps_the_area(intervals, width):
-    begin = np.array([a for a, _ in intervals])
-    end = begin + np.array([b for _, b in intervals])
-    share = trace.busy_share(begin, end, 3, width)
-    assert share.sum() * 3 * width == pytest.approx((end - begin).sum(), abs=1e-6)
-    assert (share >= -1e-9).all()
+def test_chrome_json_and_picture(tmp_path: pathlib.Path) -> None:
+    trace = MegaMoETrace.read(records())
+    trace.save_chrome(tmp_path / "t.json")
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    spans = [e for e in events if e["ph"] == "X"]
+    assert len(spans) == 5
+    assert spans[1]["dur"] == 50.0 and spans[1]["pid"] == 0 and spans[1]["tid"] == 1
+    pytest.importorskip("matplotlib")
+    trace.save_picture(tmp_path / "t.png")
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_summary_counts_spans() -> None:
+    summary = MegaMoETrace.read(records()).summary().splitlines()
+    assert len(summary) == 6
+    assert summary[2].split()[:4] == ["linear-1", "math", "0", "1"]
+
+
+def test_other_tensors_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"int64 \[CTAs, 4, records, 8\]"):
+        MegaMoETrace.read(torch.zeros(2, 4, 3, 7, dtype=torch.int64))
