@@ -8,7 +8,8 @@ No trained mixture-of-experts router fits into a package, so one is made: a sent
 over one half of the tokens gives every expert a key, and tokens of the other half choose the keys
 that are most similar. The text is real, the router is a stand-in: it was never balanced in
 training, so its skew is an upper end. The table names the Zipf law that is closest; the sweep draws
-from exponent 0.5. Four minutes on two cores. Without --text the text is the documentation of Python's standard library.
+from exponent 0.5. Without --text the text is the documentation of Python's standard library. Four
+minutes on two cores.
 """
 
 from __future__ import annotations
