@@ -135,12 +135,12 @@ CASES = [
 ]
 
 PLANS = [
-    {"schedule": schedule, "store": store, "slice_rows": 1 + store % 2}
-    for schedule, store in itertools.product((0, 1), (0, 1, 2))
+    {"schedule": schedule, "store": store, "slice_rows": 1 + store % 2, "combine": combine}
+    for schedule, store, combine in itertools.product((0, 1), (0, 1, 2), (0, 1))
 ] + [
     {"schedule": 0, "wave_blocks": 4, "group_blocks": 2, "x_ring_blocks": 2, "h_ring_blocks": 4},
     {"lead_blocks": 2, "group_blocks": 2, "x_ring_blocks": 2, "h_ring_blocks": 6, "mix": 0},
-    {"num_sms": 2, "store": 2, "slice_rows": 8},
+    {"num_sms": 2, "store": 2, "slice_rows": 8, "combine": 1},
 ]
 
 
