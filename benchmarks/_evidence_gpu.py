@@ -7,16 +7,15 @@ import pathlib
 import socket
 import tempfile
 
-import _report
 import _sweep
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from _tile_trace import TileTrace, decode
 
 from xstage_ext import SymmetricWorkspace, machine
 from xstage_ext.planner import wire
-from xstage_ext.trace import TileTrace, decode
 from xstage_ext.workspace import region_bytes
 
 RECORDS = 512
@@ -81,8 +80,7 @@ def _rank(
             torch.cuda.synchronize()
             workspace.check()
         if rank == 0:
-            clock = _report.facts()["clock_mhz"] or profile.gpu.sm_clock_mhz
-            tiles = decode(trace, max(clock, 1000.0))
+            tiles = decode(trace)
             path = pathlib.Path(folder) / f"{number}.npz"
             np.savez(path, **dataclasses.asdict(tiles))
     dist.barrier()

@@ -19,9 +19,9 @@ import matplotlib
 import numpy as np
 import torch
 import typer
+from _tile_trace import busy_share
 
 from xstage_ext import machine, simulate
-from xstage_ext.trace import busy_share
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -98,7 +98,8 @@ def spans(
         p10, p50, p90 = np.percentile(seen, [10, 50, 90])
         q50, q90 = np.percentile(predicted, [50, 90])
         cells = (p50, p10, p90, float(seen.max()), q50, q90)
-        rows.append([arm, *(f"{value:.2f}" for value in cells)])
+        clock = float(np.median(traces[arm].clock_mhz))
+        rows.append([arm, *(f"{value:.2f}" for value in cells), f"{clock:.0f}"])
         writer.write(
             _report.Row(
                 "megamoe_store_span", arm, config.key, config.world, p50, p10, p90, len(seen),
@@ -109,7 +110,7 @@ def spans(
     axes.plot([], [], "D", color="tab:red", label="predicted median")
     axes.legend()
     axes.set_ylabel("hand-over of a Linear-2 tile, us (box: quartiles, whiskers 5 to 95%)")
-    head = ["arm", "median us", "p10", "p90", "max", "predicted median", "predicted p90"]
+    head = ["arm", "median us", "p10", "p90", "max", "predicted median", "predicted p90", "MHz"]
     text = f"{config.name}, rank 0, profile {profile.name} ({profile.provenance}).\n\n"
     save("spans", "Time to hand over a Linear-2 tile", text + table(head, rows), figure)
     _draw_activity(config, traces, profile)

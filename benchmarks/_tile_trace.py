@@ -1,0 +1,108 @@
+"""Tiles of a megamoe trace as arrays, for statistics; `xstage_ext.trace` shows single spans."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+_MATH_TRACKS = (1, 2)
+_TILE = 1
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True)
+class TileTrace:
+    """Tiles of one rank as its math warpgroups saw them; arrays of one length.
+
+    Times in us; `begin_us` and `end_us` count from the first tile of the rank.
+
+    Attributes
+    ----------
+    phase : int array
+        1 for Linear-1, 2 for Linear-2.
+    begin_us, end_us : float array
+        First operands there; results handed over.
+    first_wait_us, stage_wait_us : float array
+        Waiting for the first stage (before `begin_us`), and for later stages.
+    hand_over_us : float array
+        Accumulators to results, stores and what they are held up by: the store span.
+    clock_mhz : float array
+        SM clock over the call.
+    """
+
+    cta: IntArray
+    group: IntArray
+    phase: IntArray
+    block: IntArray
+    n: IntArray
+    begin_us: FloatArray
+    end_us: FloatArray
+    first_wait_us: FloatArray
+    stage_wait_us: FloatArray
+    hand_over_us: FloatArray
+    clock_mhz: FloatArray
+
+    def of_phase(self, phase: int) -> TileTrace:
+        """Tiles of one phase."""
+        keep = self.phase == phase
+        values = {f.name: getattr(self, f.name)[keep] for f in dataclasses.fields(self)}
+        return TileTrace(**values)
+
+    def activity(self, bin_us: float) -> FloatArray:
+        """Share of the math warpgroups inside a main loop, by bins of time."""
+        workers = len(np.unique(self.cta * 2 + self.group))
+        return busy_share(self.begin_us, self.end_us - self.hand_over_us, workers, bin_us)
+
+
+def busy_share(begin_us: FloatArray, end_us: FloatArray, workers: int, bin_us: float) -> FloatArray:
+    """Share of `workers` that are inside one of the intervals [begin, end), by bins of time."""
+    if not len(begin_us):
+        return np.zeros(0)
+    edges = np.arange(0.0, float(end_us.max()) + bin_us, bin_us)
+
+    def before(times: FloatArray) -> FloatArray:
+        """Sum over the intervals' ends of the time that lies behind them, at every edge."""
+        ordered = np.sort(times)
+        count = np.searchsorted(ordered, edges)
+        total = np.concatenate([[0.0], np.cumsum(ordered)])[count]
+        return np.asarray(count * edges - total)
+
+    covered = np.diff(before(begin_us) - before(end_us))
+    return np.asarray(covered / (workers * bin_us))
+
+
+def decode(trace: torch.Tensor) -> TileTrace:
+    """The tiles in a trace, with cycles turned into us by the clock that the tiles themselves show.
+
+    Parameters
+    ----------
+    trace : Tensor
+        int64 [CTA, track, record, word], second result of `torch.ops.xstage.megamoe_traced`.
+    """
+    words = trace.cpu().numpy()
+    math = words[:, _MATH_TRACKS]
+    # A CTA without a tile of its own (phase 0) only keeps step with its partner.
+    cta, group, record = np.nonzero((math[..., 0] == _TILE) & (math[..., 1] >> 48 > 0))
+    rows = math[cta, group, record]
+    tile = rows[:, 1]
+    origin = rows[:, 2].min() if len(rows) else 0
+    begin, end = ((rows[:, i] - origin) / 1e3 for i in (2, 3))
+    cycles_per_us = rows[:, 7].sum() / max(float((end - begin).sum()), 1e-9) if len(rows) else 1.0
+    first, stages, hand_over = (rows[:, i] / cycles_per_us for i in (4, 5, 6))
+    return TileTrace(
+        cta=cta.astype(np.int64),
+        group=group.astype(np.int64),
+        phase=tile >> 48,
+        block=(tile >> 24) & 0xFFFFFF,
+        n=tile & 0xFFFFFF,
+        begin_us=begin,
+        end_us=end,
+        first_wait_us=first,
+        stage_wait_us=stages,
+        hand_over_us=hand_over,
+        clock_mhz=np.full(len(rows), cycles_per_us),
+    )
