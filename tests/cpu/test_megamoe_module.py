@@ -99,6 +99,13 @@ def test_layers_share_the_memory_of_one() -> None:
         assert outcome.facts["bytes"] < outcome.facts["one"] + 2048
 
 
+def test_layers_called_in_another_order_are_noticed() -> None:
+    for outcome in launch("moe.other_order", 2):
+        assert outcome.code == 7, str(outcome)
+        assert outcome.facts["error"] in ("WorkspaceError", "PeerError")
+    assert "differ" in outcome.facts["text"]
+
+
 def test_layers_side_by_side_in_one_workspace() -> None:
     for outcome in launch("moe.two_channels", 2):
         assert outcome.code == 0, str(outcome)

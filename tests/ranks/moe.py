@@ -197,3 +197,15 @@ def subgroups(place: Place, groups: list[list[int]]) -> None:
             moe.close()
     dist.barrier()
     assert_right(layer(place), *tokens(place.rank, 9, 70))
+
+
+@grouped
+def other_order(place: Place) -> None:
+    """Two layers of one lease, called in another order by rank 1: found by their digests."""
+    first = layer(place)
+    second = layer(place, name="second")
+    first.prepare()
+    second.prepare(share=first)
+    order = [first, second] if place.rank == 0 else [second, first]
+    given = tokens(place.rank, 0, 20)
+    reported(lambda: [moe(*given) for moe in order])
