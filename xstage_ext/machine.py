@@ -300,6 +300,11 @@ class MachineProfile:
 
     def to_json(self) -> str:
         """The profile as indented JSON; numeric rows stay on one line each."""
+        return self._json
+
+    @functools.cached_property
+    def _json(self) -> str:
+        # Made once: the planner looks decisions up by it.
         return dump(dataclasses.asdict(self)) + "\n"
 
     def save(self, path: str | pathlib.Path) -> None:
