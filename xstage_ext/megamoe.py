@@ -290,10 +290,9 @@ class MegaMoE(torch.nn.Module):
         weights = topk_weights.float()
         if self.impl == "fallback":
             return self._fallback(x, topk_idx, weights, num_tokens, out)
-        rows = x.shape[0]
         if isinstance(num_tokens, int):
-            if not 0 <= num_tokens <= rows:
-                text = f"expected 0 to {rows} (rows of x), got {num_tokens}"
+            if not 0 <= num_tokens <= x.shape[0]:
+                text = f"expected 0 to {x.shape[0]} (rows of x), got {num_tokens}"
                 raise ValueError(f"xstage.megamoe: num_tokens: {text}")
             if out is None:
                 out = torch.empty_like(x, memory_format=torch.contiguous_format)
