@@ -20,6 +20,9 @@ import torch
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+"""What the repository keeps; tables in pages are made from it."""
+LOCAL_RESULTS = ROOT / "build" / "results"
+"""Results of somebody's own run; git ignores them."""
 
 
 @dataclasses.dataclass(frozen=True)

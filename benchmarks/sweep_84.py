@@ -6,8 +6,8 @@
     python benchmarks/sweep_84.py --part merge     # one report from all parts
 
 Every figure without a GPU is a prediction by the simulator and marked as such. Results are JSON
-lines under benchmarks/results/, tables and pictures are made from them. An interrupted run goes on
-where it stopped with --resume.
+lines under build/results/ (with --record those of the repository, benchmarks/results/), tables and
+pictures are made from them. An interrupted run goes on where it stopped with --resume.
 """
 
 from __future__ import annotations
@@ -267,12 +267,12 @@ def select(configs: list[Config], quick: bool, part: str | None) -> list[Config]
     return chosen[index - 1 :: count]
 
 
-def merge(name: str) -> pathlib.Path:
+def merge(name: str, folder: pathlib.Path) -> pathlib.Path:
     """Concatenate the parts of a run into one file."""
-    parts = sorted(_report.RESULTS.glob(f"{name}.part-*.jsonl"))
+    parts = sorted(folder.glob(f"{name}.part-*.jsonl"))
     if not parts:
-        raise typer.BadParameter(f"no parts {name}.part-*.jsonl in {_report.RESULTS}")
-    path = _report.RESULTS / f"{name}.jsonl"
+        raise typer.BadParameter(f"no parts {name}.part-*.jsonl in {folder}")
+    path = folder / f"{name}.jsonl"
     path.write_text("".join(p.read_text(encoding="utf-8") for p in parts), encoding="utf-8")
     return path
 
@@ -300,24 +300,31 @@ def main(
         str | None, typer.Option(help="i/n: the i-th of n parts. merge: report from all parts.")
     ] = None,
     resume: Annotated[bool, typer.Option(help="Keep what the result file has.")] = False,
-    predict: Annotated[bool, typer.Option(help="Predict even where GPUs are.")] = False,
+    only: Annotated[
+        str | None, typer.Option(help="predict: no GPU even where there is one, no real layer.")
+    ] = None,
+    record: Annotated[
+        bool, typer.Option(help="Write to benchmarks/results/ instead of build/results/.")
+    ] = False,
     profile: Annotated[str | None, typer.Option(help="Profile name or JSON file.")] = None,
     pairs: Annotated[int, typer.Option(help="Samples per arm and configuration.")] = 20,
-    layer: Annotated[bool, typer.Option(help="Also compute a small real layer (CPU).")] = True,
     budget_s: Annotated[float, typer.Option(help="Stop before a configuration after this.")] = 480,
 ) -> None:
     """Run the sweep; see the text at the top of this file."""
+    if only not in (None, "predict"):
+        raise typer.BadParameter(f"only: expected predict, got {only}")
     configs = _sweep.load_configs()
-    measure = torch.cuda.is_available() and torch.cuda.device_count() >= 2 and not predict
+    measure = torch.cuda.is_available() and torch.cuda.device_count() >= 2 and only is None
+    folder = _report.RESULTS if record else _report.LOCAL_RESULTS
     used = machine.load_here(profile) if measure else machine.load(profile)
     name = "sweep_84_quick" if quick else "sweep_84"
     if not measure:
         name += "_predicted"
     if part == "merge":
-        report(merge(name), configs, f"{name}: planner over wave with plain stores")
+        report(merge(name, folder), configs, f"{name}: planner over wave with plain stores")
         return
     suffix = "" if part is None else f".part-{part.replace('/', '-of-')}"
-    path = _report.RESULTS / f"{name}{suffix}.jsonl"
+    path = folder / f"{name}{suffix}.jsonl"
     chosen = select(configs, quick, part)
     console.print(
         f"profile {used.name} ({used.provenance}): {used.source}", style="dim", highlight=False
@@ -329,7 +336,7 @@ def main(
     else:
         console.print("No pair of GPUs: every time below is PREDICTED by the simulator.")
         run_predictions(chosen, used, path, resume)
-    ok = measure or not layer or _real_layer()
+    ok = measure or only is not None or _real_layer()
     kind = "measured" if measure else f"PREDICTED, profile {used.name} ({used.provenance})"
     report(path, configs, f"planner's choice over Expert-Wave with plain stores, {kind}")
     if not ok:

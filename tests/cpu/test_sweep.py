@@ -20,7 +20,7 @@ PROFILE = machine.load("h200x2")
 def benchmarks(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     report = importlib.import_module("_report")
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(report, "LOCAL_RESULTS", tmp_path)
     return importlib.import_module
 
 
@@ -78,10 +78,12 @@ def test_quick_run_resumes_merges_and_reports(benchmarks, tmp_path):
     app.command()(sweep_84.main)
     runner = CliRunner()
     for part in ("1/2", "2/2"):
-        result = runner.invoke(app, ["--quick", "--no-layer", "--predict", "--part", part])
+        result = runner.invoke(app, ["--quick", "--only", "predict", "--part", part])
         assert result.exit_code == 0, result.output
     files = sorted(tmp_path.glob("*.part-*.jsonl"))
     assert len(files) == 2
+    # A run of one's own never touches what the repository keeps.
+    assert not list((ROOT / "benchmarks" / "results").glob("*.part-*"))
     lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     assert len(lines) == 12 * len(benchmarks("_sweep").ARMS)
     assert all(line["predicted"] and line["n"] == 0 and line["ok"] is None for line in lines)
@@ -90,13 +92,13 @@ def test_quick_run_resumes_merges_and_reports(benchmarks, tmp_path):
     before = files[0].read_text()
     half = before.splitlines()[:7]
     files[0].write_text("\n".join(half) + '\n{"torn')
-    result = runner.invoke(app, ["--quick", "--no-layer", "--predict", "--part", "1/2", "--resume"])
+    result = runner.invoke(app, ["--quick", "--only", "predict", "--part", "1/2", "--resume"])
     assert result.exit_code == 0, result.output
     found = sweep_84.by_config(benchmarks("_report").read(files[0]))
     assert len(found) == 6
     assert all(sweep_84.is_complete(arms, measured=False) for arms in found.values())
 
-    result = runner.invoke(app, ["--quick", "--predict", "--part", "merge"])
+    result = runner.invoke(app, ["--quick", "--only", "predict", "--part", "merge"])
     assert result.exit_code == 0, result.output
     assert (tmp_path / "sweep_84_quick_predicted.png").stat().st_size > 10_000
     assert "12 configurations, predicted, not measured" in "".join(
