@@ -158,7 +158,7 @@ def _footprint(device: torch.device) -> dict[str, int]:
     with open("/proc/self/statm") as statm:
         resident = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     with open("/proc/self/maps") as maps:
-        mapped = sum("xstage" in line for line in maps)
+        mapped = sum("/dev/shm/xstage-" in line for line in maps)
     used = 0
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
