@@ -41,6 +41,10 @@ step() {  # name, limit in seconds, command...
   [ $status -ne 0 ] && { failures=$((failures + 1)) && tail -n 40 "$logs/$name.log"; }
   local last
   last=$(grep -v '^\s*$' "$logs/$name.log" | tail -n 1 | cut -c1-90)
+  if [[ $status -eq 0 && $last =~ ^[0-9]+\ skipped\ in ]]; then  # nothing was checked
+    verdict=SKIPPED
+    failures=$((failures + 1))
+  fi
   rows+=("$(printf '%-16s %-12s %4d s  %s' "$name" "$verdict" $((SECONDS - start)) "$last")")
 }
 
