@@ -140,6 +140,8 @@ class Machine:
     free_bytes: int
     max_jobs: int | None  # MAX_JOBS
     parts: str  # XSTAGE_BUILD: "auto", "cpu" or "cuda"
+    compiler: str | None  # the C++ compiler; None when there is none
+    python_headers: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +167,12 @@ def decide(machine: Machine) -> Decision:
         raise BuildError(
             "free-threaded Python has no stable ABI yet; use an ordinary build of Python 3.10 "
             "or newer"
+        )
+    if machine.compiler is None:
+        raise BuildError("no C++ compiler (CXX, else c++); install g++ or clang with C++17")
+    if not machine.python_headers:
+        raise BuildError(
+            "Python.h is missing; install the headers of this Python (python3-dev or python3-devel)"
         )
     if version_pair(machine.torch_version) < TORCH_FLOOR:
         raise BuildError(
@@ -319,6 +327,8 @@ def inspect_machine(env: Mapping[str, str] = os.environ) -> Machine:
         free_bytes=free_memory_bytes(),
         max_jobs=int(max_jobs) if max_jobs and max_jobs.isdigit() else None,
         parts=env.get("XSTAGE_BUILD") or "auto",
+        compiler=shutil.which((env.get("CXX") or "c++").split()[0], path=env.get("PATH")),
+        python_headers=(pathlib.Path(sysconfig.get_paths()["include"]) / "Python.h").is_file(),
     )
 
 

@@ -29,6 +29,8 @@ GPU_MACHINE = build_facts.Machine(
     free_bytes=128 * build_facts.GIB,
     max_jobs=None,
     parts="auto",
+    compiler="/usr/bin/c++",
+    python_headers=True,
 )
 
 
@@ -88,6 +90,8 @@ def test_kernels_demanded_beside_cpu_torch_stop() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"compiler": None}, "no C++ compiler"),
+        ({"python_headers": False}, "Python.h is missing"),
         ({"free_threaded": True}, "free-threaded Python has no stable ABI"),
         ({"torch_version": "2.10.1"}, "torch 2.10.1 is too old"),
         ({"parts": "gpu"}, "XSTAGE_BUILD: expected auto, cpu or cuda, got gpu"),
