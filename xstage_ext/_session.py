@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessException
 
 from ._gpu_facts import GpuFacts, gpu_facts
 from .burst import BurstBench
@@ -116,7 +117,7 @@ def on_all_gpus(function: Callable[..., T], *args: Any, fewest: int = 2) -> T | 
     Raises
     ------
     CalibrationError
-        Fewer than `fewest` GPUs.
+        Fewer than `fewest` GPUs, or a spawned rank failed; its traceback is the cause.
     """
     if not torch.cuda.is_available():
         raise CalibrationError("no CUDA device: this command measures GPUs")
@@ -133,9 +134,13 @@ def on_all_gpus(function: Callable[..., T], *args: Any, fewest: int = 2) -> T | 
     _require(world, fewest)
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "result")
-        torch.multiprocessing.spawn(
-            _run_rank, (world, _free_port(), function, args, path), nprocs=world
-        )
+        try:
+            torch.multiprocessing.spawn(
+                _run_rank, (world, _free_port(), function, args, path), nprocs=world
+            )
+        except ProcessException as error:
+            last = str(error).strip().splitlines()[-1]
+            raise CalibrationError(f"rank {error.error_index} failed: {last}") from error
         with open(path, "rb") as file:
             return pickle.load(file)  # type: ignore[no-any-return]
 

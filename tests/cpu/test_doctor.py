@@ -6,8 +6,10 @@ import pathlib
 from typing import Any
 
 import pytest
+import torch
 
-from xstage_ext import _gpu_facts, doctor, machine
+from xstage_ext import _gpu_facts, _session, doctor, machine
+from xstage_ext.errors import CalibrationError
 
 PROFILE = pathlib.Path(__file__).parent / "data" / "h200x2_probe.json"
 
@@ -80,3 +82,31 @@ def test_doctor_compares_both_ways() -> None:
 def test_links_are_parsed() -> None:
     text = "GPU 0: NVIDIA H200 (UUID: GPU-1)\n\t Link 0: 26.562 GB/s\n\t Link 1: <inactive>\n"
     assert _gpu_facts.parse_links(text) == (26.562,)
+
+
+def test_commands_that_measure_say_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(CalibrationError, match="no CUDA device"):
+        _session.on_all_gpus(print)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(CalibrationError, match="at least 2 GPUs .* got 1"):
+        _session.on_all_gpus(print)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there a rank would not fail")
+def test_a_rank_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(CalibrationError, match=r"rank [01] failed: .*(CUDA|cuda)"):
+        _session.on_all_gpus(print)
+
+
+def test_doctor_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    checks = doctor.run()
+    assert [check.verdict for check in checks] == ["wrong"]
+    assert "no CUDA device" in checks[0].text
+    assert not doctor.report(checks)
