@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -230,3 +233,24 @@ def test_more_than_two_to_the_31_elements(level: int) -> None:
     tail = slice(rows - 200, rows)
     wanted, _ = attention(q[:, tail], k, v)
     assert float((out[:, tail].float() - wanted).norm() / wanted.norm()) < 4e-3
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_sanitizer_finds_nothing(tool: str, level: int) -> None:
+    sanitizer = shutil.which("compute-sanitizer")
+    if level < 2 or sanitizer is None:
+        pytest.skip("needs compute-sanitizer and half a minute; XSTAGE_TEST_LEVEL=2 runs it")
+    command = [
+        sanitizer,
+        "--tool",
+        tool,
+        "--kernel-name",
+        "regex:fa3_kernel",
+        "--error-exitcode",
+        "9",
+    ]
+    result = subprocess.run(
+        [*command, sys.executable, "-m", "tests.gpu.fa3_small"], capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout[-3000:]
+    assert "fa3_small: ok" in result.stdout
