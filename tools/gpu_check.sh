@@ -6,6 +6,8 @@
 #   XSTAGE_LIB_DIR=/where/lib tools/gpu_check.sh        # built elsewhere (tools/build_for.sh)
 #   tools/gpu_check.sh gpu dist                         # only steps whose name holds a word
 #
+# The steps have run on GPUs one by one; this script as a whole has not yet.
+#
 # Logs lie in ${OUTDIR:-build/gpu-check}. LIMIT_S scales every limit (default 1).
 set -u
 cd "$(dirname "$0")/.."
