@@ -6,7 +6,7 @@
 #   XSTAGE_LIB_DIR=/where/lib tools/gpu_check.sh        # built elsewhere (tools/build_for.sh)
 #   tools/gpu_check.sh gpu dist                         # only steps whose name holds a word
 #
-# The steps have run on GPUs one by one; this script as a whole has not yet.
+# Not run on GPUs yet; without one it was seen to report failed and skipped steps.
 #
 # Logs lie in ${OUTDIR:-build/gpu-check}. LIMIT_S scales every limit (default 1).
 set -u
