@@ -1,8 +1,8 @@
-// Dispatch: count and list the rows for every expert, tell the owners, pull what others list for us.
+// Dispatch: count and list the rows for every expert, tell the owners, pull what others list for
+// us.
 //
-// Roles: the prologue is run by all warps of every block, before the tiles; the pull by warps 1 to 3
-// beside them.
-// Shared memory: counts and positions per expert, in the memory of the stages.
+// Roles: the prologue is run by all warps of every block, before the tiles; the pull by warps 1 to
+// 3 beside them. Shared memory: counts and positions per expert, in the memory of the stages.
 // Global protocol (bank = epoch mod 2, all words are private to this rank unless said otherwise):
 //   kSendCounts    red, every block -> grid barrier kCountsAdded -> read by every block
 //   kSendCursors   atomics of every block
@@ -127,8 +127,7 @@ __device__ __forceinline__ bool gather_counts(MegaMoeParams const& params, CallS
       uint64_t const seen = ok ? ld_acquire_sys(word) : 0;
       uint64_t const expected = workspace.signal(call.epoch);
       if (ok && seen != expected) {
-        WaitSite const differs{Phase::kDispatchCounts, source, call.epoch,
-                               signal_digest(expected)};
+        WaitSite const differs{Phase::kDispatchCounts, source, call.epoch, signal_digest(expected)};
         give_up(workspace, differs, FaultKind::kPlanDiffers, signal_digest(seen), 0);
         ok = false;
       }
@@ -196,9 +195,8 @@ __device__ __forceinline__ bool dispatch_prologue(MegaMoeParams const& params,
   if (threadIdx.x == 0) {
     WaitSite const site{Phase::kGridBarrier, -1, call.epoch,
                         static_cast<uint64_t>(call.num_blocks)};
-    shared.ok = wait_until(workspace, site, [&]() -> uint64_t {
-      return ld_acquire_gpu(barriers + kCountsAdded);
-    });
+    shared.ok = wait_until(workspace, site,
+                           [&]() -> uint64_t { return ld_acquire_gpu(barriers + kCountsAdded); });
   }
   __syncthreads();
   if (!shared.ok) return false;
@@ -212,9 +210,9 @@ __device__ __forceinline__ bool dispatch_prologue(MegaMoeParams const& params,
       fence_acq_rel_sys();
       for (int64_t i = 1; i <= workspace.world; ++i) {
         int64_t const owner = (workspace.rank + i) % workspace.world;
-        st_release_sys(params.view(owner).dispatch_signal(params.layout,
-                                                          static_cast<int32_t>(workspace.rank)),
-                       workspace.signal(call.epoch));
+        st_release_sys(
+            params.view(owner).dispatch_signal(params.layout, static_cast<int32_t>(workspace.rank)),
+            workspace.signal(call.epoch));
       }
     }
   }
@@ -225,23 +223,21 @@ __device__ __forceinline__ bool dispatch_prologue(MegaMoeParams const& params,
   return ok;
 }
 
-// One row, by one warp: 16 bytes per lane, eight loads in flight.
+// One row, by one warp: 16 bytes per lane, 8 KiB in flight.
 __device__ __forceinline__ void copy_row(char const* from, char* to, int32_t bytes, int lane) {
-  constexpr int kUnroll = 8;
-  int32_t offset = lane * 16;
-  for (; offset + (kUnroll - 1) * 512 < bytes; offset += kUnroll * 512) {
+  constexpr int kUnroll = 16;
+  for (int32_t offset = lane * 16; offset < bytes; offset += kUnroll * 512) {
     uint4 values[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      values[u] = __ldcg(reinterpret_cast<uint4 const*>(from + offset + u * 512));
+      bool const inside = offset + u * 512 < bytes;
+      if (inside) values[u] = __ldcg(reinterpret_cast<uint4 const*>(from + offset + u * 512));
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      *reinterpret_cast<uint4*>(to + offset + u * 512) = values[u];
+      bool const inside = offset + u * 512 < bytes;
+      if (inside) *reinterpret_cast<uint4*>(to + offset + u * 512) = values[u];
     }
-  }
-  for (; offset < bytes; offset += 512) {
-    *reinterpret_cast<uint4*>(to + offset) = __ldcg(reinterpret_cast<uint4 const*>(from + offset));
   }
 }
 
@@ -269,7 +265,7 @@ __device__ __forceinline__ void pull_rows(MegaMoeParams const& params, CallState
   int32_t expert = 0;
   uint32_t source_rows = counts ? __ldcg(counts) : 0;
   uint32_t source_before = 0;
-  int32_t rows_before = 0;    // of earlier experts
+  int32_t rows_before = 0;  // of earlier experts
   int32_t blocks_before = 0;
   int32_t const stride = call.num_blocks * Traits::kDispatchWarps;
   for (int32_t i = call.block * Traits::kDispatchWarps + threadIdx.x / 32 - 1;; i += stride) {
@@ -294,14 +290,13 @@ __device__ __forceinline__ void pull_rows(MegaMoeParams const& params, CallState
     char const* const src =
         from.source == rank
             ? reinterpret_cast<char const*>(params.x + int64_t{1} * token * plan.hidden)
-            : params.view(from.source).token<char>(plan, layout, 0) + int64_t{1} * token * row_bytes;
+            : params.view(from.source).token<char>(plan, layout, 0) +
+                  int64_t{1} * token * row_bytes;
     if (block >= plan.x_ring_blocks) {
       WaitSite const site{Phase::kDispatchRows, -1, call.epoch, linear1_target};
       uint32_t const* const word = linear1_done + block - plan.x_ring_blocks;
-      if (!wait_until(params.workspace, site,
-                      [&]() -> uint64_t { return ld_acquire_gpu(word); })) {
-        return;
-      }
+      auto const load = [&]() -> uint64_t { return ld_acquire_gpu(word); };
+      if (!wait_until(params.workspace, site, Patient{load, Traits::kPatienceNs})) return;
     }
     int32_t const in_block = row % Traits::kBlockM;
     char* const dst =
@@ -313,7 +308,7 @@ __device__ __forceinline__ void pull_rows(MegaMoeParams const& params, CallState
     fence_proxy_async();
     __syncwarp();
     if (lane == 0) red_add_release_gpu(arrived + block, 1);
-    tracer.add(TraceKind::kPull, int64_t{block} << 24 | in_block, start_ns, 0, 0, 0, 0);
+    tracer.add(TraceKind::kPull, int64_t{block} << 24 | in_block, start_ns, {});
   }
 }
 

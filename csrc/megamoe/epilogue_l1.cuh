@@ -4,8 +4,8 @@
 // pair in its accumulators. fp32 throughout, rounded once.
 //
 // Cost: two special-function instructions per element, 1024 cycles per tile and warp. They are
-// issued in batches of 16, since a chain of one element at a time took 8,500 cycles, which the other
-// math warpgroup cannot hide behind four stages.
+// issued in batches of 16, since a chain of one element at a time took 8,500 cycles, which the
+// other math warpgroup cannot hide behind four stages.
 #pragma once
 
 #include "outbox.cuh"
@@ -52,8 +52,27 @@ __device__ __forceinline__ void swiglu(float (&gate)[kCount], float const (&up)[
   }
 }
 
-// acc: this thread's part of 64 x 256; element 4 * j + 2 * h + c is column 8 * j + 2 * (lane % 4) + c
-// of row lane / 4 + 8 * h of the warp's 16.
+// Sixteen elements of row half h: columns 64 * j + 8 * q + 2 * (lane % 4) + {0, 1}, q = 0 .. 7,
+// into staging. acc: this thread's part of 64 x 256; element 4 * j + 2 * h + c is column 8 * j + 2
+// * (lane % 4) + c of row lane / 4 + 8 * h of the warp's 16.
+template <class Acc>
+__device__ __forceinline__ void stage_activation(Acc const& acc, int h, int j, float clamp,
+                                                 uint32_t address) {
+  float gate[16], up[16];
+#pragma unroll
+  for (int q = 0; q < 8; ++q) {
+    int const i = 4 * (8 * j + q) + 2 * h;
+    gate[2 * q] = acc(i), gate[2 * q + 1] = acc(i + 1);
+    up[2 * q] = acc(i + 64), up[2 * q + 1] = acc(i + 65);
+  }
+  swiglu(gate, up, clamp);
+  uint32_t pairs[2][4];
+#pragma unroll
+  for (int q = 0; q < 8; ++q) pairs[q / 4][q % 4] = pack_bf16(gate[2 * q], gate[2 * q + 1]);
+  store_matrices(address + h * 256 + 2 * j * 64, pairs[0]);
+  store_matrices(address + h * 256 + (2 * j + 1) * 64, pairs[1]);
+}
+
 template <class Acc>
 __device__ __forceinline__ void store_linear1(MegaMoeParams const& params, CallState const& call,
                                               TileWork const& work, Acc const& acc,
@@ -69,35 +88,15 @@ __device__ __forceinline__ void store_linear1(MegaMoeParams const& params, CallS
     // Staging holds row r and row r + 8 behind each other: 256 bytes each.
     uint32_t const address = outbox.matrix_address();
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        float gate[16], up[16];
-#pragma unroll
-        for (int q = 0; q < 8; ++q) {
-          int const i = 4 * (8 * j + q) + 2 * h;
-          gate[2 * q] = acc(i), gate[2 * q + 1] = acc(i + 1);
-          up[2 * q] = acc(i + 64), up[2 * q + 1] = acc(i + 65);
-        }
-        swiglu(gate, up, params.clamp);
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-          uint32_t pairs[4];
-#pragma unroll
-          for (int q = 0; q < 4; ++q) {
-            pairs[q] = pack_bf16(gate[8 * m + 2 * q], gate[8 * m + 2 * q + 1]);
-          }
-          store_matrices(address + h * 256 + (2 * j + m) * 64, pairs);
-        }
-      }
+    for (int part = 0; part < 4; ++part) {
+      stage_activation(acc, part / 2, part % 2, params.clamp, address);
     }
     __syncwarp();
     // Half a warp per row: 16 bytes per lane, to the L2 of this GPU.
     int32_t const col = work.n * (Traits::kBlockN / 2) + lane % 16 * 8;
-    __nv_bfloat16* const to = own.at<__nv_bfloat16>(params.layout, MegaMoeRegion::kHRing) +
-                              int64_t{1} * (work.ring_row + first_row + lane / 16 * 8) *
-                                  plan.intermediate +
-                              col;
+    __nv_bfloat16* const to =
+        own.at<__nv_bfloat16>(params.layout, MegaMoeRegion::kHRing) +
+        int64_t{1} * (work.ring_row + first_row + lane / 16 * 8) * plan.intermediate + col;
     char const* const from = outbox.staging + lane * 16;
 #pragma unroll
     for (int r = 0; r < Outbox::kHalf; ++r) {
@@ -105,13 +104,12 @@ __device__ __forceinline__ void store_linear1(MegaMoeParams const& params, CallS
       bool const valid = first_row + r + lane / 16 * 8 < work.rows && col < plan.intermediate;
       if (valid) *reinterpret_cast<uint4*>(to + int64_t{1} * r * plan.intermediate) = value;
     }
-    // TMA reads these rows.
-    fence_proxy_async();
     __syncwarp();
   }
   outbox.forget_held();
   outbox.announce_later(
-      own.counter(params.layout, call.bank, MegaMoeCounter::kLinear1Done) + work.block, false);
+      own.counter(params.layout, call.bank, MegaMoeCounter::kLinear1Done) + work.block,
+      Announce::kPlainStores);
 }
 
 }  // namespace xstage

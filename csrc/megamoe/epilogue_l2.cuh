@@ -10,8 +10,7 @@
 namespace xstage {
 
 // Lane l < 16: where row l of this warp came from. Read before the main loop, used behind it.
-__device__ __forceinline__ uint32_t load_origin(MegaMoeParams const& params,
-                                                TileWork const& work) {
+__device__ __forceinline__ uint32_t load_origin(MegaMoeParams const& params, TileWork const& work) {
   int const row = (threadIdx.x / 32 - 4) * MegaMoeTraits::kWarpRows + threadIdx.x % 32;
   if (work.phase != TilePhase::kLinear2 || threadIdx.x % 32 >= MegaMoeTraits::kWarpRows ||
       row >= work.rows) {
@@ -40,8 +39,8 @@ __device__ __forceinline__ void store_half_plain(Outbox const& outbox, char* des
   uint32_t const offset = threadIdx.x % 32 * 16;
 #pragma unroll
   for (int r = 0; r < Outbox::kHalf; ++r) {
-    uint4 const value = *reinterpret_cast<uint4 const*>(
-        outbox.staging + r * MegaMoeTraits::kStagingRow + offset);
+    uint4 const value =
+        *reinterpret_cast<uint4 const*>(outbox.staging + r * MegaMoeTraits::kStagingRow + offset);
     char* const row = reinterpret_cast<char*>(
         __shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(destination), base + r));
     if (row != nullptr && offset < bytes) *reinterpret_cast<uint4*>(row + offset) = value;
@@ -51,8 +50,8 @@ __device__ __forceinline__ void store_half_plain(Outbox const& outbox, char* des
 
 template <class Acc>
 __device__ __forceinline__ void store_linear2(MegaMoeParams const& params, CallState const& call,
-                                              TileWork const& work, uint32_t origin,
-                                              Acc const& acc, Outbox& outbox) {
+                                              TileWork const& work, uint32_t origin, Acc const& acc,
+                                              Outbox& outbox) {
   using Traits = MegaMoeTraits;
   MegaMoePlan const& plan = params.plan;
   int const first_row = (threadIdx.x / 32 - 4) * Traits::kWarpRows;
@@ -60,7 +59,8 @@ __device__ __forceinline__ void store_linear2(MegaMoeParams const& params, CallS
   // The loads of this tile are over: its h ring slot has one reader less.
   MegaMoeView const own = params.view(params.workspace.rank);
   outbox.announce_later(
-      own.counter(params.layout, call.bank, MegaMoeCounter::kLinear2Done) + work.block, false);
+      own.counter(params.layout, call.bank, MegaMoeCounter::kLinear2Done) + work.block,
+      Announce::kReads);
   if (first_row >= work.rows) {
     outbox.forget_held();
     return;
@@ -72,8 +72,7 @@ __device__ __forceinline__ void store_linear2(MegaMoeParams const& params, CallS
     outbox.stored_rows = min_of(Traits::kWarpRows, work.rows - first_row);
   }
   outbox.destination = scatter_address(params, work, origin, first_row);
-  outbox.bytes =
-      2 * min_of<int32_t>(Traits::kBlockN, plan.hidden - work.n * Traits::kBlockN);
+  outbox.bytes = 2 * min_of<int32_t>(Traits::kBlockN, plan.hidden - work.n * Traits::kBlockN);
   outbox.reserve();
   uint32_t first[32];
 #pragma unroll
