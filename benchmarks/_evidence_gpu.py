@@ -1,4 +1,7 @@
-"""Runs the trace build of megamoe on two ranks and hands back the decoded tiles (evidence.py)."""
+"""Runs the trace build of megamoe on two ranks and hands back the decoded tiles (evidence.py).
+
+Not run yet: it needs two GPUs.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 Per configuration, in one process and in this order: all arms are compared with the unfused
 pipeline (torch grouped products and NCCL), the arms of MegaMoE with each other bit for bit; then
 all arms are timed interleaved. The unfused pipeline is the serial baseline and an arm too.
+
+Run so far by a test on two CPU processes only; not yet on GPUs.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     python benchmarks/evidence.py prediction   # from the sweep's results: simulator against clock
     python benchmarks/evidence.py attention    # from the attention benchmark's results
 
-`spans` also draws how many Tensor Cores are at work over time (timeline.png). The law's validation
+`spans` also draws how many Tensor Cores are at work over time (timeline.png); it has not run yet. The law's validation
 on held-out bursts is `xstage validate`, the shadow and pacing `benchmarks/bench_burst.py`.
 """
 

@@ -7,7 +7,8 @@
 
 Every figure without a GPU is a prediction by the simulator and marked as such. Results are JSON
 lines under build/results/ (with --record those of the repository, benchmarks/results/), tables and
-pictures are made from them. An interrupted run goes on where it stopped with --resume.
+pictures are made from them. An interrupted run goes on where it stopped with --resume. Measuring
+has been run by a test on CPU processes only, not yet on GPUs.
 """
 
 from __future__ import annotations
