@@ -4,8 +4,9 @@
     python benchmarks/evidence.py prediction   # from the sweep's results: simulator against clock
     python benchmarks/evidence.py attention    # from the attention benchmark's results
 
-`spans` also draws how many Tensor Cores are at work over time (timeline.png); it has not run yet. The law's validation
-on held-out bursts is `xstage validate`, the shadow and pacing `benchmarks/bench_burst.py`.
+`spans` also draws how many Tensor Cores are at work over time (timeline.png); it has not run yet.
+The law's validation on held-out bursts is `xstage validate`, the shadow and pacing
+`benchmarks/bench_burst.py`.
 """
 
 from __future__ import annotations
