@@ -1,39 +1,9 @@
-// Attention on Hopper whose output tiles go straight to the ranks that own their rows.
-//
-// Computes  out = softmax(scale Q K^T + mask) V, lse = log of the softmax's denominator, for this
-//           rank's heads over all rows; 16-bit operands, float32 accumulation and softmax.
-// Sends     every finished tile (up to block_m rows of one head) into the owner's [B, rows, H, D]:
-//           at once (burst) or in slices along the next tile's main loop (paced). The X-Stage
-//           action is piggyback: the warpgroup that computed a tile issues its stores and goes on.
-//
-// Roles (warpgroups of 128 threads)
-//   0            load    24 or 32 registers   one thread: K one block ahead of V, Q per warpgroup
-//   1 ..         math    240 or 160           64 query rows each: mainloop.cuh, epilogue_a2a.cuh
-//
-// Shared memory  q: 64 rows per math warpgroup; k, v: two stages of block_n rows; o: 64 rows per
-// math
-//                warpgroup, of its own. All swizzled by 128 bytes (attention/loads.cuh).
-//
-// Barriers (arrivals; who waits)
-//   q_full[g]    1 + bytes   load -> math g             q_empty[g]   4 (warps of g)    math g ->
-//   load k_full[s]    1 + bytes   load -> math               k_empty[s]   4 per math group  math ->
-//   load v_full[s]    1 + bytes   load -> math               v_empty[s]   4 per math group  math ->
-//   load turn         named, 256 threads: the right to issue products goes round the math
-//   warpgroups staged       named, 128 threads: a warpgroup's output buffer is free, then full done
-//   named, all math threads, once: every store of the block is complete
-//
-// Global protocol  no block waits for a peer. A kernel before this one takes the output slot, the
-//                  last block publishes the epoch, a kernel behind this one waits for all ranks
-//                  (attention/completion.cuh, common/channel.cuh).
-// Requires  head size 64 or 128; operands that tensor maps can describe, positive scale
-//           (attention/ops_cuda.cu checks or copies). A tile never crosses the border between two
-//           owners (TileSchedule), so stores start inside their tensor and only overhang its end.
-// Cost      csrc/fa3_a2a/README.md
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
 
 #include "attention/completion.cuh"
+#include "epilogue_a2a.cuh"
 #include "mainloop.cuh"
 
 namespace xstage {
@@ -42,8 +12,22 @@ template <class Traits>
 __device__ __forceinline__ void math_role(AttentionParams const& params,
                                           Fa3SharedStorage<Traits>& smem, TileWalk walk, int group,
                                           int thread) {
+  MathRole<Traits> math(params, smem, group, thread);
   Epilogue<Traits> epilogue(params, smem, group, thread);
-  MathRole<Traits>(params, smem, group, thread).run(walk, epilogue);
+  typename MathRole<Traits>::FragmentO out;  // ((2,2,D/8),1,1)
+  QueryTile tile;
+  while (walk.next(tile)) {
+    typename MathRole<Traits>::Softmax softmax(params.scale_log2);
+    float inverse[2] = {0.0f, 0.0f}, lse[2] = {-INFINITY, -INFINITY};
+    if (math.run(tile, out, softmax, [&] { epilogue.each_step(); })) {
+      softmax.finish(inverse, lse);
+    } else {
+      cute::clear(out);
+    }
+    epilogue.store(tile, out, inverse);
+    epilogue.store_lse(tile, lse);
+  }
+  math.close();
   epilogue.finish();
   publish_block<Traits::kMathGroups * kWarpgroup, kDoneBarrier>(params.workspace,
                                                                 group * kWarpgroup + thread);

@@ -25,16 +25,9 @@ __device__ __forceinline__ void add_weighted(float (&acc)[8], uint4 const& value
   }
 }
 
-// Which pieces of 1 KiB of a row a warp adds up: first, first + step, ...
-struct Pieces {
-  int32_t first;
-  int32_t step;
-};
-constexpr int32_t kPieceBytes = 1024;  // two chunks of 512 bytes
-
 // One token by one warp. Bit s of `used`: slot s counts.
 __device__ __forceinline__ void combine_token(MegaMoeParams const& params, int32_t token,
-                                              uint32_t used, Pieces pieces) {
+                                              uint32_t used) {
   constexpr int kBatch = 4;  // slots whose loads are in flight together
   MegaMoePlan const& plan = params.plan;
   MegaMoeView const own = params.view(params.workspace.rank);
@@ -45,8 +38,8 @@ __device__ __forceinline__ void combine_token(MegaMoeParams const& params, int32
   float const* const weights = params.topk_weights + int64_t{1} * token * plan.topk;
   char* const y = reinterpret_cast<char*>(params.y + int64_t{1} * token * plan.hidden);
   int32_t const row_bytes = 2 * plan.hidden;
-  for (int32_t offset = pieces.first * kPieceBytes + lane * 16; offset < row_bytes;
-       offset += pieces.step * kPieceBytes) {
+  // Two chunks of 512 bytes at a time.
+  for (int32_t offset = lane * 16; offset < row_bytes; offset += 1024) {
     bool const two = offset + 512 < row_bytes;
     float acc[2][8] = {};
     uint32_t left = used;
@@ -87,11 +80,11 @@ __device__ __forceinline__ void combine_token(MegaMoeParams const& params, int32
 
 // One token by one warp, or a row that is no token, which becomes zero.
 __device__ __forceinline__ void combine_row_of(MegaMoeParams const& params, CallState const& call,
-                                               int32_t token, Pieces pieces) {
+                                               int32_t token) {
   int const lane = threadIdx.x % 32;
   bool const valid = lane < params.plan.topk && token < call.num_tokens &&
                      expert_of(params, int64_t{1} * token * params.plan.topk + lane) >= 0;
-  combine_token(params, token, __ballot_sync(0xffffffffu, valid), pieces);
+  combine_token(params, token, __ballot_sync(0xffffffffu, valid));
 }
 
 // Where in the order of every rank's experts the last of a token's experts stands; 0 without any.
@@ -114,7 +107,7 @@ __device__ __forceinline__ void combine_turn(MegaMoeParams const& params, CallSt
     int32_t const mine = row + lane * stride;
     bool const due = mine < params.rows && last_turn(params, call, mine) == turn;
     for (uint32_t left = __ballot_sync(0xffffffffu, due); left != 0; left &= left - 1) {
-      combine_row_of(params, call, row + (__ffs(left) - 1) * stride, {0, 1});
+      combine_row_of(params, call, row + (__ffs(left) - 1) * stride);
     }
   }
 }
@@ -136,8 +129,9 @@ __device__ __forceinline__ void combine_early(MegaMoeParams const& params, CallS
   for (int32_t expert = call.block; warp == 0 && expert < per_rank - 1; expert += call.num_blocks) {
     WaitSite const site{Phase::kLinear2Ready, -1, call.epoch,
                         uint64_t{1} * shared.rows[expert] * plan.linear2_tiles()};
-    auto const load = [&]() -> uint64_t { return ld_acquire_gpu(stored + expert); };
-    if (!wait_until(params.workspace, site, Patient{load, Traits::kPatienceNs})) return;
+    bool const ok = wait_until(params.workspace, site,
+                               [&]() -> uint64_t { return ld_acquire_gpu(stored + expert); });
+    if (!ok) return;
     if (lane < plan.world) {
       st_release_sys(params.view(lane).expert_done(params.layout, rank * per_rank + expert),
                      call.epoch);
@@ -149,29 +143,23 @@ __device__ __forceinline__ void combine_early(MegaMoeParams const& params, CallS
     if (lane < plan.world) {
       uint64_t const* const word = own.expert_done(params.layout, lane * per_rank + turn);
       WaitSite const site{Phase::kCombineArrival, lane, call.epoch, call.epoch};
-      auto const load = [&] { return ld_acquire_sys(word); };
-      ok = wait_until(params.workspace, site, Patient{load, Traits::kPatienceNs});
+      ok = wait_until(params.workspace, site, [&] { return ld_acquire_sys(word); });
     }
     if (!__all_sync(0xffffffffu, ok)) return;
     combine_turn(params, call, turn, first, call.num_blocks * Traits::kDispatchWarps);
   }
 }
 
-// The math warps of all blocks, when all ranks have stored all results. Few rows are shared out in
-// pieces, so that every SM has a part of them.
+// The math warps of all blocks, when all ranks have stored all results.
 __device__ __forceinline__ void combine_tokens(MegaMoeParams const& params, CallState const& call) {
   using Traits = MegaMoeTraits;
-  int32_t const num_warps = call.num_blocks * Traits::kMathWarps;
-  int32_t const warp = (threadIdx.x / 32 - 4) * call.num_blocks + call.block;
+  int32_t const stride = call.num_blocks * Traits::kMathWarps;
+  int32_t const first = call.block * Traits::kMathWarps + threadIdx.x / 32 - 4;
   if (params.plan.combine == kCombineEarly) {
-    combine_turn(params, call, params.plan.experts_per_rank() - 1, warp, num_warps);
+    combine_turn(params, call, params.plan.experts_per_rank() - 1, first, stride);
     return;
   }
-  int32_t const most = ceil_div(2 * params.plan.hidden, kPieceBytes);
-  int32_t const split = max_of(1, min_of(most, num_warps / max_of(params.rows, 1)));
-  for (int32_t unit = warp; unit < params.rows * split; unit += num_warps) {
-    combine_row_of(params, call, unit / split, {unit % split, split});
-  }
+  for (int32_t row = first; row < params.rows; row += stride) combine_row_of(params, call, row);
 }
 
 }  // namespace xstage

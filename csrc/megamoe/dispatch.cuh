@@ -223,21 +223,23 @@ __device__ __forceinline__ bool dispatch_prologue(MegaMoeParams const& params,
   return ok;
 }
 
-// One row, by one warp: 16 bytes per lane, 8 KiB in flight.
+// One row, by one warp: 16 bytes per lane, eight loads in flight.
 __device__ __forceinline__ void copy_row(char const* from, char* to, int32_t bytes, int lane) {
-  constexpr int kUnroll = 16;
-  for (int32_t offset = lane * 16; offset < bytes; offset += kUnroll * 512) {
+  constexpr int kUnroll = 8;
+  int32_t offset = lane * 16;
+  for (; offset + (kUnroll - 1) * 512 < bytes; offset += kUnroll * 512) {
     uint4 values[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      bool const inside = offset + u * 512 < bytes;
-      if (inside) values[u] = __ldcg(reinterpret_cast<uint4 const*>(from + offset + u * 512));
+      values[u] = __ldcg(reinterpret_cast<uint4 const*>(from + offset + u * 512));
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      bool const inside = offset + u * 512 < bytes;
-      if (inside) *reinterpret_cast<uint4*>(to + offset + u * 512) = values[u];
+      *reinterpret_cast<uint4*>(to + offset + u * 512) = values[u];
     }
+  }
+  for (; offset < bytes; offset += 512) {
+    *reinterpret_cast<uint4*>(to + offset) = __ldcg(reinterpret_cast<uint4 const*>(from + offset));
   }
 }
 
@@ -295,8 +297,9 @@ __device__ __forceinline__ void pull_rows(MegaMoeParams const& params, CallState
     if (block >= plan.x_ring_blocks) {
       WaitSite const site{Phase::kDispatchRows, -1, call.epoch, linear1_target};
       uint32_t const* const word = linear1_done + block - plan.x_ring_blocks;
-      auto const load = [&]() -> uint64_t { return ld_acquire_gpu(word); };
-      if (!wait_until(params.workspace, site, Patient{load, Traits::kPatienceNs})) return;
+      if (!wait_until(params.workspace, site, [&]() -> uint64_t { return ld_acquire_gpu(word); })) {
+        return;
+      }
     }
     int32_t const in_block = row % Traits::kBlockM;
     char* const dst =
@@ -308,7 +311,7 @@ __device__ __forceinline__ void pull_rows(MegaMoeParams const& params, CallState
     fence_proxy_async();
     __syncwarp();
     if (lane == 0) red_add_release_gpu(arrived + block, 1);
-    tracer.add(TraceKind::kPull, int64_t{block} << 24 | in_block, start_ns, {});
+    tracer.add(TraceKind::kPull, int64_t{block} << 24 | in_block, start_ns, 0, 0, 0, 0);
   }
 }
 

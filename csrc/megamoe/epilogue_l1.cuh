@@ -52,27 +52,8 @@ __device__ __forceinline__ void swiglu(float (&gate)[kCount], float const (&up)[
   }
 }
 
-// Sixteen elements of row half h: columns 64 * j + 8 * q + 2 * (lane % 4) + {0, 1}, q = 0 .. 7,
-// into staging. acc: this thread's part of 64 x 256; element 4 * j + 2 * h + c is column 8 * j + 2
-// * (lane % 4) + c of row lane / 4 + 8 * h of the warp's 16.
-template <class Acc>
-__device__ __forceinline__ void stage_activation(Acc const& acc, int h, int j, float clamp,
-                                                 uint32_t address) {
-  float gate[16], up[16];
-#pragma unroll
-  for (int q = 0; q < 8; ++q) {
-    int const i = 4 * (8 * j + q) + 2 * h;
-    gate[2 * q] = acc(i), gate[2 * q + 1] = acc(i + 1);
-    up[2 * q] = acc(i + 64), up[2 * q + 1] = acc(i + 65);
-  }
-  swiglu(gate, up, clamp);
-  uint32_t pairs[2][4];
-#pragma unroll
-  for (int q = 0; q < 8; ++q) pairs[q / 4][q % 4] = pack_bf16(gate[2 * q], gate[2 * q + 1]);
-  store_matrices(address + h * 256 + 2 * j * 64, pairs[0]);
-  store_matrices(address + h * 256 + (2 * j + 1) * 64, pairs[1]);
-}
-
+// acc: this thread's part of 64 x 256; element 4 * j + 2 * h + c is column 8 * j + 2 * (lane % 4) +
+// c of row lane / 4 + 8 * h of the warp's 16.
 template <class Acc>
 __device__ __forceinline__ void store_linear1(MegaMoeParams const& params, CallState const& call,
                                               TileWork const& work, Acc const& acc,
@@ -88,8 +69,27 @@ __device__ __forceinline__ void store_linear1(MegaMoeParams const& params, CallS
     // Staging holds row r and row r + 8 behind each other: 256 bytes each.
     uint32_t const address = outbox.matrix_address();
 #pragma unroll
-    for (int part = 0; part < 4; ++part) {
-      stage_activation(acc, part / 2, part % 2, params.clamp, address);
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        float gate[16], up[16];
+#pragma unroll
+        for (int q = 0; q < 8; ++q) {
+          int const i = 4 * (8 * j + q) + 2 * h;
+          gate[2 * q] = acc(i), gate[2 * q + 1] = acc(i + 1);
+          up[2 * q] = acc(i + 64), up[2 * q + 1] = acc(i + 65);
+        }
+        swiglu(gate, up, params.clamp);
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          uint32_t pairs[4];
+#pragma unroll
+          for (int q = 0; q < 4; ++q) {
+            pairs[q] = pack_bf16(gate[8 * m + 2 * q], gate[8 * m + 2 * q + 1]);
+          }
+          store_matrices(address + h * 256 + (2 * j + m) * 64, pairs);
+        }
+      }
     }
     __syncwarp();
     // Half a warp per row: 16 bytes per lane, to the L2 of this GPU.
@@ -104,12 +104,13 @@ __device__ __forceinline__ void store_linear1(MegaMoeParams const& params, CallS
       bool const valid = first_row + r + lane / 16 * 8 < work.rows && col < plan.intermediate;
       if (valid) *reinterpret_cast<uint4*>(to + int64_t{1} * r * plan.intermediate) = value;
     }
+    // TMA reads these rows.
+    fence_proxy_async();
     __syncwarp();
   }
   outbox.forget_held();
   outbox.announce_later(
-      own.counter(params.layout, call.bank, MegaMoeCounter::kLinear1Done) + work.block,
-      Announce::kPlainStores);
+      own.counter(params.layout, call.bank, MegaMoeCounter::kLinear1Done) + work.block, false);
 }
 
 }  // namespace xstage

@@ -9,9 +9,9 @@
 //
 // Roles           warps   registers  file
 //   prologue      all     168        dispatch.cuh: count, list, tell owners
-//   load          0       120        mainloop.cuh: one thread; tiles, waits, TMA
-//   pull          1-3     120        dispatch.cuh: rows of x into the x ring
-//   math          4-11    192        mainloop.cuh, epilogue_l1.cuh, epilogue_l2.cuh, combine.cuh
+//   load          0       104        mainloop.cuh: one thread; tiles, waits, TMA
+//   pull          1-3     104        dispatch.cuh: rows of x into the x ring
+//   math          4-11    200        mainloop.cuh, epilogue_l1.cuh, epilogue_l2.cuh, combine.cuh
 //
 // Shared memory, bytes
 //   stages        4 x 49152  A 128 x 64, B 256 x 64, both swizzled; first used to count routes
@@ -21,13 +21,11 @@
 // Barriers
 //   full[4]       1 arrival + 49152 bytes      loader -> math warps
 //   empty[4]      16 arrivals (both CTAs)      math warps -> both loaders
-//   ticket_full[8] 1 arrival + 4 bytes         loader of CTA 0 -> loader of CTA 1
 //   kMath         256 threads                  before the combine
 //   kTilesDone    288 threads (not the pull)   all stores of the block are complete
 //   kCombined     352 threads (not the loader) nobody writes y any more
 //
 // Global protocol (layout.h has the regions and why two banks suffice): writer, order -> reader
-//   kTickets      loader of CTA 0, atomic: the next cluster tile of the sequence
 //   kArrived      pull, red.release.gpu after a proxy fence -> loader, acquire + proxy fence
 //   kLinear1Done  math warps, red.release.gpu after bulk_wait<0> -> loader (operands of Linear-2),
 //                 pull (x ring slot free)
@@ -35,8 +33,6 @@
 //   kExpertStored math warps, red.release.gpu after bulk_wait<0> -> one pull warp per expert, which
 //                 stores kExpertDone of every source (release.sys) -> pull warps of the sources
 //   from[rank]    last block of a rank, release.sys -> every block of every rank, then combine
-// State     run on one H200 with virtual worlds up to 8; README.md says what has changed since, and
-//           that no run between GPUs has succeeded yet.
 // Requires: all CTAs co-resident (cooperative launch); pairs of CTAs in a cluster; plan fields
 //           block_m, block_n, cluster_size as in traits_sm90.h (checked in launch.cu).
 #pragma once
@@ -52,19 +48,6 @@ namespace xstage {
 constexpr int kTilesThreads = 32 + 32 * MegaMoeTraits::kMathWarps;
 constexpr int kCombineThreads = 32 * (MegaMoeTraits::kDispatchWarps + MegaMoeTraits::kMathWarps);
 
-// The tile of a turn, from one lane, so that branches around matrix instructions are uniform.
-__device__ __forceinline__ TileWork read_work(TileWork const& entry, bool alive) {
-  TileWork work;
-  work.phase = static_cast<TilePhase>(uniform(static_cast<int32_t>(entry.phase)));
-  work.num_k = uniform(alive ? entry.num_k : 0);
-  work.block = uniform(entry.block);
-  work.rows = uniform(entry.rows);
-  work.n = uniform(entry.n);
-  work.expert = uniform(entry.expert);
-  work.ring_row = uniform(entry.ring_row);
-  return work;
-}
-
 // Math warps: all tiles of this CTA.
 template <bool kTrace>
 __device__ __forceinline__ void compute_tiles(MegaMoeParams const& params, CallState const& call,
@@ -74,37 +57,46 @@ __device__ __forceinline__ void compute_tiles(MegaMoeParams const& params, CallS
   auto mma =
       make_tiled_mma(MMA_Atom<SM90_64x256x16_F32BF16BF16_SS<GMMA::Major::K, GMMA::Major::K>>{});
   Tensor acc = partition_fragment_C(mma, Shape<Int<64>, Int<Traits::kBlockN>>{});  // (MMA,1,1)
+  Outbox outbox;
+  outbox.init(shared.staging[threadIdx.x / 32 - 4]);
+  PipelineState pipe;
+  bool alive = true;
   int const group = threadIdx.x / 128 - 1;
-  MathState state;
-  state.outbox.init(shared.staging[threadIdx.x / 32 - 4]);
   Tracer<kTrace> tracer({params.trace, params.trace_records}, blockIdx.x,
                         group == 0 ? TraceTrack::kMath0 : TraceTrack::kMath1,
                         threadIdx.x % 128 == 0);
   for (int turn = 0;; ++turn) {
-    state.waited = 0;
-    wait_full<kTrace>(params, shared, state);
+    int64_t waited = 0;
+    wait_full<kTrace>(params, shared, pipe, outbox, alive, waited);
     uint64_t const start_ns = Tracer<kTrace>::now();
     int64_t const start = Tracer<kTrace>::cycles();
-    int64_t const waited_first = state.waited;
-    state.alive = warpgroup_all(state.alive);  // the warps of a matrix instruction leave together
-    TileWork const work = read_work(shared.tiles[turn % Traits::kTileQueue], state.alive);
+    alive = warpgroup_all(alive);  // the four warps of a matrix instruction leave together
+    TileWork const& entry = shared.tiles[turn % Traits::kTileQueue];
+    // From one lane, so that the branches around matrix instructions are uniform.
+    TileWork work;
+    work.phase = static_cast<TilePhase>(uniform(static_cast<int32_t>(entry.phase)));
+    work.num_k = uniform(alive ? entry.num_k : 0);
+    work.block = uniform(entry.block);
+    work.rows = uniform(entry.rows);
+    work.n = uniform(entry.n);
+    work.expert = uniform(entry.expert);
+    work.ring_row = uniform(entry.ring_row);
     if (work.num_k == 0) break;
+    int32_t const first_row = uniform(group) * 64;
+    int64_t waited_k = 0;
     uint32_t const origin = load_origin(params, work);
-    if (work.phase != TilePhase::kNone && uniform(group) * 64 < work.rows) {
-      multiply_tile<kTrace>(params, shared, state, work.num_k, mma, acc);
+    if (work.phase != TilePhase::kNone && first_row < work.rows) {
+      multiply_tile<kTrace>(params, shared, pipe, work.num_k, mma, acc, outbox, alive, waited_k);
     } else {
-      skip_tile<kTrace>(params, shared, state, work.num_k);
+      skip_tile<kTrace>(params, shared, pipe, work.num_k, outbox, alive, waited_k);
     }
     int64_t const epilogue = Tracer<kTrace>::cycles();
-    if (work.phase == TilePhase::kLinear1) store_linear1(params, call, work, acc, state.outbox);
-    if (work.phase == TilePhase::kLinear2) {
-      store_linear2(params, call, work, origin, acc, state.outbox);
-    }
-    int64_t const end = Tracer<kTrace>::cycles();
-    tracer.add(TraceKind::kTile, trace_tile(work), start_ns,
-               {waited_first, state.waited - waited_first, end - epilogue, end - start});
+    if (work.phase == TilePhase::kLinear1) store_linear1(params, call, work, acc, outbox);
+    if (work.phase == TilePhase::kLinear2) store_linear2(params, call, work, origin, acc, outbox);
+    tracer.add(TraceKind::kTile, trace_tile(work), start_ns, waited, waited_k,
+               Tracer<kTrace>::cycles() - epilogue, Tracer<kTrace>::cycles() - start);
   }
-  state.outbox.drain();
+  outbox.drain();
   bulk_wait<0>();
   fence_proxy_async();
 }
@@ -124,14 +116,13 @@ __device__ __forceinline__ void finish_tokens(MegaMoeParams const& params, CallS
     if (thread == 0) shared.ok = ok;
   }
   named_barrier_sync(NamedBarrier::kMath, kMathThreads);
-  tracer.add(TraceKind::kPrologue, 0, start_ns,
-             {0, 0, static_cast<int64_t>(tiles_ns - start_ns), 0});
-  tracer.add(TraceKind::kTail, 0, tail_ns, {});
+  tracer.add(TraceKind::kPrologue, 0, start_ns, 0, 0, tiles_ns - start_ns, 0);
+  tracer.add(TraceKind::kTail, 0, tail_ns, 0, 0, 0, 0);
   uint64_t const combine_ns = Tracer<kTrace>::now();
   bool const ok = shared.ok;
   if (ok) {
     combine_tokens(params, call);
-    tracer.add(TraceKind::kCombine, 0, combine_ns, {});
+    tracer.add(TraceKind::kCombine, 0, combine_ns, 0, 0, 0, 0);
   }
   // Nobody writes y any more when it is poisoned.
   named_barrier_sync(NamedBarrier::kCombined, kCombineThreads);
@@ -144,9 +135,7 @@ __device__ __forceinline__ void finish_tokens(MegaMoeParams const& params, CallS
 // How many rows of x are tokens.
 __device__ __forceinline__ int32_t tokens_of(MegaMoeParams const& params) {
   if (params.num_tokens == nullptr) return params.rows;
-  int64_t const given = params.num_tokens_is_64 ? *static_cast<int64_t const*>(params.num_tokens)
-                                                : *static_cast<int32_t const*>(params.num_tokens);
-  return static_cast<int32_t>(max_of<int64_t>(0, min_of<int64_t>(given, params.rows)));
+  return max_of(0, min_of(*params.num_tokens, params.rows));
 }
 
 template <bool kTrace>
@@ -166,7 +155,6 @@ __global__ void __cluster_dims__(MegaMoeTraits::kCluster, 1, 1)
       mbarrier_init(&shared.full[s], 1);
       mbarrier_init(&shared.empty[s], Traits::kMathWarps * Traits::kCluster);
     }
-    for (int q = 0; q < Traits::kTileQueue; ++q) mbarrier_init(&shared.ticket_full[q], 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     shared.epoch = call_epoch(params.workspace);
   }

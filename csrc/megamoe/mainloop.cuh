@@ -3,7 +3,6 @@
 // Shared memory: the stages, the queue of tiles.
 // Barriers: full[s]  1 arrival (own loader) + 48 KiB of loads, own and the partner's multicast
 //                    -> the math warps
-//           ticket_full[q] 1 arrival (CTA 1's loader) + 4 bytes from CTA 0's loader
 //           empty[s] 16 arrivals: 8 math warps of both CTAs -> the loaders of both CTAs, since
 //                    either may multicast into the stage of the other
 // Both CTAs of a cluster walk the same tiles with the same number of steps; a CTA without a tile of
@@ -25,52 +24,34 @@
 
 namespace xstage {
 
-// A counter that must reach a target before a tile's loads; null: nothing to wait for.
-struct Operand {
-  uint32_t const* word = nullptr;
-  uint32_t target = 0;
-  Phase phase = Phase::kNone;
-
-  __device__ __forceinline__ bool there() const {
-    return word == nullptr || ld_acquire_gpu(word) >= target;
-  }
-  __device__ __forceinline__ bool wait(MegaMoeParams const& params, CallState const& call) const {
-    if (word == nullptr) return true;
-    WaitSite const site{phase, -1, call.epoch, target};
+// What the loader waits for before the loads of a tile.
+__device__ __forceinline__ bool wait_for_operands(MegaMoeParams const& params,
+                                                  CallState const& call, Tile const& tile) {
+  MegaMoePlan const& plan = params.plan;
+  MegaMoeView const own = params.view(params.workspace.rank);
+  auto const counter = [&](MegaMoeCounter which) {
+    return own.counter(params.layout, call.bank, which);
+  };
+  auto const reach = [&](Phase phase, uint32_t const* word, int32_t target) {
+    WaitSite const site{phase, -1, call.epoch, static_cast<uint64_t>(target)};
     return wait_until(params.workspace, site, [&]() -> uint64_t { return ld_acquire_gpu(word); });
-  }
-};
-
-// The counters that a tile's loads wait for.
-struct Operands {
-  Operand rows;       // Linear-1: pulled rows; Linear-2: all columns of Linear-1
-  Operand ring_slot;  // Linear-1: the h ring slot is free
-
-  __device__ __forceinline__ Operands(MegaMoeParams const& params, CallState const& call,
-                                      TileWork const& work) {
-    MegaMoePlan const& plan = params.plan;
-    MegaMoeView const own = params.view(params.workspace.rank);
-    auto const counter = [&](MegaMoeCounter which, int32_t block) {
-      return own.counter(params.layout, call.bank, which) + block;
-    };
-    constexpr int32_t kWarps = MegaMoeTraits::kMathWarps;
-    if (work.phase == TilePhase::kLinear1) {
-      rows = {counter(MegaMoeCounter::kArrived, work.block), static_cast<uint32_t>(work.rows),
-              Phase::kDispatchRows};
-      if (work.block >= plan.h_ring_blocks) {
-        ring_slot = {counter(MegaMoeCounter::kLinear2Done, work.block - plan.h_ring_blocks),
-                     static_cast<uint32_t>(plan.linear2_tiles() * kWarps), Phase::kLinear2Ready};
-      }
-    } else if (work.phase == TilePhase::kLinear2) {
-      rows = {counter(MegaMoeCounter::kLinear1Done, work.block),
-              static_cast<uint32_t>(plan.linear1_tiles() * kWarps), Phase::kLinear1Ready};
+  };
+  bool ok = true;
+  if (tile.phase == TilePhase::kLinear1) {
+    ok = reach(Phase::kDispatchRows, counter(MegaMoeCounter::kArrived) + tile.block, tile.rows);
+    if (ok && tile.block >= plan.h_ring_blocks) {
+      ok = reach(Phase::kLinear2Ready,
+                 counter(MegaMoeCounter::kLinear2Done) + tile.block - plan.h_ring_blocks,
+                 plan.linear2_tiles() * MegaMoeTraits::kMathWarps);
     }
+  } else if (tile.phase == TilePhase::kLinear2) {
+    ok = reach(Phase::kLinear1Ready, counter(MegaMoeCounter::kLinear1Done) + tile.block,
+               plan.linear1_tiles() * MegaMoeTraits::kMathWarps);
   }
-  __device__ __forceinline__ bool there() const { return rows.there() && ring_slot.there(); }
-  __device__ __forceinline__ bool wait(MegaMoeParams const& params, CallState const& call) const {
-    return rows.wait(params, call) && ring_slot.wait(params, call);
-  }
-};
+  // Rows and activations were written by other SMs; TMA reads them next.
+  fence_proxy_async();
+  return ok;
+}
 
 // Where the loads of a tile come from.
 struct TileLoads {
@@ -83,7 +64,6 @@ struct TileLoads {
   bool linear1;
   TileShare share;
 
-  TileLoads() = default;
   __device__ __forceinline__ TileLoads(MegaMoeParams const& params, Tile const& tile) {
     using Traits = MegaMoeTraits;
     MegaMoePlan const& plan = params.plan;
@@ -148,133 +128,64 @@ struct TileLoads {
   }
 };
 
-// The cluster tile of turn `turn`: by the static deal, or a ticket that CTA 0 draws and tells
-// CTA 1. Tickets only grow, so a cluster walks forwards, and every wait of a tile points to tiles
-// that others have drawn before. Negative: the call was aborted.
-__device__ __forceinline__ int32_t next_tile(MegaMoeParams const& params, CallState const& call,
-                                             MegaMoeShared& shared, int32_t turn, int cta) {
-  if (!MegaMoeTraits::kTickets) {
-    return dealt_tile(params.plan, turn, call.block / MegaMoeTraits::kCluster);
-  }
-  int32_t const slot = turn % MegaMoeTraits::kTileQueue;
-  if (cta == 0) {
-    uint32_t* const counter = params.view(params.workspace.rank)
-                                  .counter(params.layout, call.bank, MegaMoeCounter::kTickets);
-    int32_t const ticket = static_cast<int32_t>(atomicAdd(counter, 1u));
-    store_async_cluster(&shared.tickets[slot], ticket, &shared.ticket_full[slot], 1);
-    return ticket;
-  }
-  mbarrier_arrive_expect(&shared.ticket_full[slot], sizeof(int32_t));
-  uint32_t const parity = turn / MegaMoeTraits::kTileQueue & 1;
-  bool const ok = mbarrier_wait(&shared.ticket_full[slot], parity, params.workspace);
-  return ok ? shared.tickets[slot] : -1;
-}
-
-// The loader's next tile. What the math warps need of it stands in shared.tiles already.
-struct NextTile {
-  TileLoads loads;
-  int32_t num_k;  // 0: no more tiles
-  bool empty;     // nothing to load: only keep step
-  bool ready;     // the operands have been seen
-
-  // False: the call was aborted.
-  __device__ __forceinline__ bool prepare(MegaMoeParams const& params, CallState const& call,
-                                          MegaMoeShared& shared,
-                                          TileCursor<uint32_t const*>& cursor, int32_t turn,
-                                          int cta) {
-    using Traits = MegaMoeTraits;
-    MegaMoePlan const& plan = params.plan;
-    TileWork& work = shared.tiles[turn % Traits::kTileQueue];
-    num_k = 0;
-    empty = true;
-    ready = true;
-    int32_t const index = next_tile(params, call, shared, turn, cta);
-    if (index < 0) return false;
-    if (cursor.seek(index)) {
-      Tile const tile = cursor.tile(cta);
+// One thread. Walks this cluster's tiles, waits for their operands, keeps the stages full.
+__device__ __forceinline__ void load_tiles(MegaMoeParams const& params, CallState const& call,
+                                           MegaMoeShared& shared) {
+  using Traits = MegaMoeTraits;
+  MegaMoePlan const& plan = params.plan;
+  int const cta = static_cast<int>(cute::block_rank_in_cluster());
+  TileCursor<uint32_t const*> cursor(plan, shared.rows);
+  PipelineState pipe;
+  int32_t const worker = call.block / Traits::kCluster;
+  for (int32_t turn = 0;; ++turn) {
+    bool const more = cursor.seek(dealt_tile(plan, turn, worker));
+    TileWork work{};
+    Tile tile{};
+    if (more) {
+      tile = cursor.tile(cta);
       // CTA 0 always has a tile; a partner without one takes as many steps.
       bool const linear1 = cursor.tile(0).phase == TilePhase::kLinear1;
-      num_k = (linear1 ? plan.hidden : plan.intermediate) / Traits::kBlockK;
-      empty = tile.phase == TilePhase::kNone;
-      loads = TileLoads(params, tile);
       work = TileWork{tile.phase,
-                      num_k,
+                      (linear1 ? plan.hidden : plan.intermediate) / Traits::kBlockK,
                       tile.block,
                       tile.rows,
                       tile.n,
                       tile.expert,
                       tile.block % plan.h_ring_blocks * Traits::kBlockM,
                       0};
-      ready = Operands(params, call, work).there();
-      // Rows and activations were written by other SMs; TMA reads them next.
-      if (ready) fence_proxy_async();
-    } else {
-      work.num_k = 0;
+      if (!wait_for_operands(params, call, tile)) return;
     }
-    return true;
-  }
-};
-
-// One thread. Walks this cluster's tiles, waits for their operands, keeps the stages full. The next
-// tile is worked out, and its counters looked at, while the stages of the current one are full.
-__device__ __forceinline__ void load_tiles(MegaMoeParams const& params, CallState const& call,
-                                           MegaMoeShared& shared) {
-  using Traits = MegaMoeTraits;
-  int const cta = static_cast<int>(cute::block_rank_in_cluster());
-  TileCursor<uint32_t const*> cursor(params.plan, shared.rows);
-  PipelineState pipe;
-  NextTile tile;
-  if (!tile.prepare(params, call, shared, cursor, 0, cta)) return;
-  for (int32_t turn = 0;; ++turn) {
-    if (!tile.ready) {
-      TileWork const work = shared.tiles[turn % Traits::kTileQueue];
-      if (!Operands(params, call, work).wait(params, call)) return;
-      fence_proxy_async();
-    }
-    TileLoads const loads = tile.loads;
-    int32_t const num_k = tile.num_k;
-    bool const empty = tile.empty;
-    int32_t const look_ahead = max_of(num_k - Traits::kLookAhead, 0);
-    for (int k = 0; k < max_of(num_k, 1); ++k, pipe.advance()) {
+    TileLoads const loads(params, tile);
+    for (int k = 0; k < max_of(work.num_k, 1); ++k, pipe.advance()) {
       uint64_t* const full = &shared.full[pipe.stage];
       if (!mbarrier_wait(&shared.empty[pipe.stage], pipe.phase ^ 1, params.workspace)) return;
-      if (empty) {
+      if (k == 0) shared.tiles[turn % Traits::kTileQueue] = work;
+      if (tile.phase == TilePhase::kNone) {
         mbarrier_arrive(full);
       } else {
         mbarrier_arrive_expect(full, sizeof(MegaMoeShared::Stage));
         loads.issue(shared.stages[pipe.stage], full, k, cta);
       }
-      if (num_k != 0 && k == look_ahead &&
-          !tile.prepare(params, call, shared, cursor, turn + 1, cta)) {
-        return;
-      }
     }
-    if (num_k == 0) return;
+    if (!more) return;
   }
 }
-
-// What a math warp carries from tile to tile.
-struct MathState {
-  PipelineState pipe;
-  Outbox outbox;
-  bool alive = true;   // false: the call was aborted
-  int64_t waited = 0;  // trace build: cycles
-};
 
 // Waits for a filled stage. When the call is aborted `alive` turns false and stages count as
 // filled: the math warps then run through, without branches around their matrix instructions.
 template <bool kTrace>
 __device__ __forceinline__ void wait_full(MegaMoeParams const& params, MegaMoeShared& shared,
-                                          MathState& state) {
-  uint64_t* const full = &shared.full[state.pipe.stage];
-  if (mbarrier_test_wait(full, state.pipe.phase)) return;
-  state.waited -= Tracer<kTrace>::cycles();
+                                          PipelineState const& pipe, Outbox& outbox, bool& alive,
+                                          int64_t& waited) {
+  if (mbarrier_test_wait(&shared.full[pipe.stage], pipe.phase)) return;
+  waited -= Tracer<kTrace>::cycles();
   // Never block while others may wait for what this warp has finished.
-  state.outbox.publish();
-  for (uint32_t polls = 1; state.alive && !mbarrier_try_wait(full, state.pipe.phase); ++polls) {
-    if (polls % 64 == 0) state.alive = !aborted(params.workspace);
+  outbox.publish();
+  for (uint32_t polls = 1; alive && !mbarrier_try_wait(&shared.full[pipe.stage], pipe.phase);
+       ++polls) {
+    if (polls % 64 == 0) alive = !aborted(params.workspace);
   }
-  state.waited += Tracer<kTrace>::cycles();
+  waited += Tracer<kTrace>::cycles();
 }
 
 // Tells both loaders of the cluster that this warp has read a stage.
@@ -286,7 +197,8 @@ __device__ __forceinline__ void release_stage(MegaMoeShared& shared, int stage) 
 // acc = A * B^T over num_k stages; stage 0 is filled already.
 template <bool kTrace, class Mma, class Acc>
 __device__ __forceinline__ void multiply_tile(MegaMoeParams const& params, MegaMoeShared& shared,
-                                              MathState& state, int num_k, Mma& mma, Acc& acc) {
+                                              PipelineState& pipe, int num_k, Mma& mma, Acc& acc,
+                                              Outbox& outbox, bool& alive, int64_t& waited) {
   using namespace cute;
   using Traits = MegaMoeTraits;
   using Element = cutlass::bfloat16_t;
@@ -298,9 +210,9 @@ __device__ __forceinline__ void multiply_tile(MegaMoeParams const& params, MegaM
   auto thread_mma = mma.get_thread_slice(threadIdx.x % 128);
   int previous = 0;
   mma.accumulate_ = GMMA::ScaleOut::Zero;
-  for (int k = 0; k < num_k; ++k, state.pipe.advance()) {
-    if (k > 0) wait_full<kTrace>(params, shared, state);
-    MegaMoeShared::Stage& stage = shared.stages[state.pipe.stage];
+  for (int k = 0; k < num_k; ++k, pipe.advance()) {
+    if (k > 0) wait_full<kTrace>(params, shared, pipe, outbox, alive, waited);
+    MegaMoeShared::Stage& stage = shared.stages[pipe.stage];
     Tensor sA = make_tensor(make_smem_ptr(stage.a + group * 64 * Traits::kBlockK),
                             layout_a);                          // (WG_M,BLK_K)
     Tensor sB = make_tensor(make_smem_ptr(stage.b), layout_b);  // (BLK_N,BLK_K)
@@ -316,8 +228,8 @@ __device__ __forceinline__ void multiply_tile(MegaMoeParams const& params, MegaM
     warpgroup_wait<1>();
     // The stage before this one has been read.
     if (k > 0) release_stage(shared, previous);
-    previous = state.pipe.stage;
-    state.outbox.step(params.plan);
+    previous = pipe.stage;
+    outbox.step(params.plan);
   }
   warpgroup_wait<0>();
   release_stage(shared, previous);
@@ -326,11 +238,12 @@ __device__ __forceinline__ void multiply_tile(MegaMoeParams const& params, MegaM
 // Keeps step with the partner, or with the other warpgroup, where this one has no rows.
 template <bool kTrace>
 __device__ __forceinline__ void skip_tile(MegaMoeParams const& params, MegaMoeShared& shared,
-                                          MathState& state, int num_k) {
-  for (int k = 0; k < num_k; ++k, state.pipe.advance()) {
-    if (k > 0) wait_full<kTrace>(params, shared, state);
-    release_stage(shared, state.pipe.stage);
-    state.outbox.step(params.plan);
+                                          PipelineState& pipe, int num_k, Outbox& outbox,
+                                          bool& alive, int64_t& waited) {
+  for (int k = 0; k < num_k; ++k, pipe.advance()) {
+    if (k > 0) wait_full<kTrace>(params, shared, pipe, outbox, alive, waited);
+    release_stage(shared, pipe.stage);
+    outbox.step(params.plan);
   }
 }
 

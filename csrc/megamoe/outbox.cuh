@@ -27,10 +27,6 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   return *reinterpret_cast<uint32_t const*>(&pair);
 }
 
-// What a counter says about this warp: it has read, its plain stores are made, its bulk stores are
-// complete. The last two are for readers by TMA or on other GPUs.
-enum class Announce : int { kReads = 0, kPlainStores = 1, kBulkStores = 2 };
-
 struct Outbox {
   using Traits = MegaMoeTraits;
   static constexpr int kHalf = Traits::kStagingRows;
@@ -43,8 +39,8 @@ struct Outbox {
   int wait_steps;          // steps before the held half is due
   uint32_t* announcement;  // counter to raise; null: none
   int announce_steps;      // steps before that
-  Announce announce_kind;
-  uint32_t* stored;  // early combine: counter of complete rows to raise; null: none
+  bool announce_stores;    // only when this warp's bulk stores are complete
+  uint32_t* stored;        // early combine: counter of complete rows to raise; null: none
   uint32_t stored_rows;
 
   __device__ __forceinline__ void init(char* warp_staging) {
@@ -54,7 +50,7 @@ struct Outbox {
     destination = nullptr;
     bytes = 0;
     wait_steps = announce_steps = 0;
-    announce_kind = Announce::kReads;
+    announce_stores = false;
     stored = nullptr;
     stored_rows = 0;
   }
@@ -122,17 +118,19 @@ struct Outbox {
   // Raises the pending counter, after this warp's stores where it stands for them.
   __device__ __forceinline__ void publish(uint32_t amount = 1) {
     if (announcement == nullptr) return;
-    if (announce_kind == Announce::kBulkStores) bulk_wait<0>();
-    if (announce_kind != Announce::kReads) fence_proxy_async();
+    if (announce_stores) {
+      bulk_wait<0>();
+      fence_proxy_async();
+    }
     __syncwarp();
     if (threadIdx.x % 32 == 0) red_add_release_gpu(announcement, amount);
     announcement = nullptr;
   }
 
-  __device__ __forceinline__ void announce_later(uint32_t* counter, Announce kind) {
+  __device__ __forceinline__ void announce_later(uint32_t* counter, bool stores) {
     announcement = counter;
     announce_steps = Traits::kPublishSteps;
-    announce_kind = kind;
+    announce_stores = stores;
   }
 
   // Sends and announces all that is pending.
@@ -144,7 +142,7 @@ struct Outbox {
     }
     publish();
     if (stored != nullptr) {
-      announce_later(stored, Announce::kBulkStores);
+      announce_later(stored, true);
       publish(stored_rows);
       stored = nullptr;
     }

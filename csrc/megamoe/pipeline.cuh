@@ -35,20 +35,6 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(uint64_t* barrier, uint3
       "r"(cta)
       : "memory");
 }
-// Writes a word into the shared memory of CTA `cta` of the cluster; its barrier there counts the 4
-// bytes when the word is in place.
-__device__ __forceinline__ void store_async_cluster(int32_t* word, int32_t value, uint64_t* barrier,
-                                                    uint32_t cta) {
-  asm volatile(
-      "{\n"
-      ".reg .b32 there, done;\n"
-      "mapa.shared::cluster.u32 there, %0, %3;\n"
-      "mapa.shared::cluster.u32 done, %2, %3;\n"
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.s32 [there], %1, [done];\n"
-      "}" ::"r"(smem_address(word)),
-      "r"(value), "r"(smem_address(barrier)), "r"(cta)
-      : "memory");
-}
 __device__ __forceinline__ bool mbarrier_try_wait(uint64_t* barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(
@@ -85,23 +71,6 @@ __device__ __forceinline__ bool mbarrier_wait(uint64_t* barrier, uint32_t parity
   }
   return true;
 }
-
-// A load for wait_until that sleeps between polls: for waits that last long and are many, as those
-// of the pull warps, which would otherwise take power and issue slots from the math warps.
-template <class Load>
-struct Patient {
-  Load load;
-  uint32_t sleep_ns;
-  bool polled = false;
-
-  __device__ __forceinline__ uint64_t operator()() {
-    if (polled) __nanosleep(sleep_ns);
-    polled = true;
-    return load();
-  }
-};
-template <class Load>
-Patient(Load, uint32_t) -> Patient<Load>;
 
 __device__ __forceinline__ void named_barrier_sync(NamedBarrier barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(static_cast<int>(barrier)), "r"(threads) : "memory");
@@ -147,7 +116,7 @@ struct PipelineState {
 };
 
 // What the loader tells the math warps about a tile. It is written before the loader arrives at the
-// `full` barrier of the tile's first stage, a few steps earlier, and read behind that barrier.
+// `full` barrier of the tile's first stage, and read behind that barrier.
 struct TileWork {
   TilePhase phase;  // kNone with num_k > 0: only keep step with the partner
   int32_t num_k;    // 0: no more tiles
@@ -177,8 +146,6 @@ struct MegaMoeShared {
   char staging[Traits::kMathWarps][Traits::kStagingRows * Traits::kStagingRow];
   TileWork tiles[Traits::kTileQueue];
   uint32_t rows[Traits::kMaxLocalExperts];  // rows received per local expert: fixes the schedule
-  int32_t tickets[Traits::kTileQueue];      // CTA 1: which cluster tile comes next
-  uint64_t ticket_full[Traits::kTileQueue];
   uint64_t full[Traits::kStages];
   uint64_t empty[Traits::kStages];
   uint64_t epoch;

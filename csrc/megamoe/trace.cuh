@@ -12,20 +12,13 @@ struct TraceBuffer {
   int32_t records;
 };
 
-// Cycles of a tile: waiting for its first stage, for the others, handing over its results, in all.
-struct TraceCycles {
-  int64_t first = 0;
-  int64_t others = 0;
-  int64_t handing = 0;
-  int64_t all = 0;
-};
-
 template <bool kOn>
 struct Tracer {
   __device__ __forceinline__ Tracer(TraceBuffer, int, TraceTrack, bool) {}
   __device__ __forceinline__ static uint64_t now() { return 0; }
   __device__ __forceinline__ static int64_t cycles() { return 0; }
-  __device__ __forceinline__ void add(TraceKind, int64_t, uint64_t, TraceCycles) {}
+  __device__ __forceinline__ void add(TraceKind, int64_t, uint64_t, int64_t, int64_t, int64_t,
+                                      int64_t) {}
 };
 
 template <>
@@ -41,16 +34,16 @@ struct Tracer<true> {
   __device__ __forceinline__ static uint64_t now() { return global_timer_ns(); }
   __device__ __forceinline__ static int64_t cycles() { return clock64(); }
   __device__ __forceinline__ void add(TraceKind kind, int64_t tile, uint64_t start_ns,
-                                      TraceCycles spent) {
+                                      int64_t first, int64_t others, int64_t handing, int64_t all) {
     if (left-- <= 0) return;
     int64_t const record[kTraceWords] = {static_cast<int64_t>(kind),
                                          tile,
                                          static_cast<int64_t>(start_ns),
                                          static_cast<int64_t>(now()),
-                                         spent.first,
-                                         spent.others,
-                                         spent.handing,
-                                         spent.all};
+                                         first,
+                                         others,
+                                         handing,
+                                         all};
 #pragma unroll
     for (int i = 0; i < kTraceWords; ++i) next[i] = record[i];
     next += kTraceWords;

@@ -15,8 +15,8 @@ struct MegaMoeTraits {
   static constexpr int kMathWarps = 8;
   static constexpr int kDispatchWarps = 3;  // warps 1 to 3; warp 0 loads
   static constexpr int kThreads = 384;
-  static constexpr int kDataRegisters = 120;  // warps 0 to 3
-  static constexpr int kMathRegisters = 192;  // 128 accumulators, 32 for the held half tile
+  static constexpr int kDataRegisters = 104;  // warps 0 to 3
+  static constexpr int kMathRegisters = 200;  // 128 accumulators, 32 for the held half tile
 
   // A math warp stages 8 rows of 512 bytes. 16 bytes of padding keep stmatrix free of conflicts;
   // a row stays in one piece, as a bulk copy needs it.
@@ -24,7 +24,7 @@ struct MegaMoeTraits {
   static constexpr int kStagingRows = 8;
   static constexpr int kWarpRows = 16;  // rows of a tile that a math warp owns
 
-  static constexpr int kTileQueue = 8;  // the loader is stages + 2 tiles ahead at most
+  static constexpr int kTileQueue = 8;  // tiles that the loader may be ahead: stages + 2 at most
   static constexpr int kMaxExperts = 1024;
   static constexpr int kMaxLocalExperts = 128;
 
@@ -33,18 +33,9 @@ struct MegaMoeTraits {
   // Steps of the next main loop before Linear-1 results are waited for and announced.
   static constexpr int kPublishSteps = 3;
 
-  // Clusters draw tiles from a counter instead of taking every n-th of the sequence. Off: it has
-  // not run on a GPU yet.
-  static constexpr bool kTickets = false;
-
-  // Steps before the end of a tile at which the loader prepares the next one.
-  static constexpr int kLookAhead = 6;
-  // Between two polls of a warp that can wait: about a step of the main loop.
-  static constexpr uint32_t kPatienceNs = 1000;
-
   static_assert(kDataRegisters * 128 + kMathRegisters * 256 <= 168 * kThreads,
                 "setmaxnreg redistributes what the launch bound allots");
-  static_assert(kTileQueue >= kStages + 3, "an entry is read until its tile has left the stages");
+  static_assert(kTileQueue >= kStages + 2, "an entry is read until its tile has left the stages");
 };
 
 // Named barriers; 0 is __syncthreads. kMathGroup: one per math warpgroup, 3 and 4.
