@@ -12,6 +12,7 @@ from xstage_ext import SymmetricWorkspace
 from xstage_ext.errors import RoutingError
 from xstage_ext.planner.megamoe import MegaMoePlan
 from xstage_ext.reference import moe_reference
+from xstage_ext.trace import MegaMoETrace
 
 DEVICE = "cuda"
 
@@ -315,6 +316,27 @@ def test_many_calls_are_bitwise_equal(level: int) -> None:
             results = session(tensors)
         session.workspace.check(synchronize=True)
     assert same_bits(first, results)
+
+
+def test_a_trace_has_every_tile_of_the_schedule() -> None:
+    case = Case((700,), 256, 192, 4, 2)
+    tensors = make(case)
+    with Session(case.plan()) as session:
+        words = session.plan.words(), session.lease.words()
+        args = tensors.x[0], tensors.topk_idx[0], tensors.topk_weights[0], tensors.w13, tensors.w2
+        result, records = torch.ops.xstage.megamoe_traced(*args, *words, 256)
+        session.workspace.check(synchronize=True)
+        plain = single(session, tensors)
+        session.workspace.check(synchronize=True)
+    assert torch.equal(result, plain)
+    ids = tensors.topk_idx[0]
+    counts = torch.bincount(ids[ids >= 0].long(), minlength=4).tolist()
+    tiles = torch.ops.xstage.megamoe_tiles(words[0], counts)
+    trace = MegaMoETrace.read(records)
+    for phase, kind in ((1, "linear-1"), (2, "linear-2")):
+        wanted = sorted(tiles[tiles[:, 2] == phase][:, [5, 8]].tolist())
+        for track in ("math 0", "math 1"):
+            assert sorted([s.block, s.n] for s in trace.of(kind, track)) == wanted
 
 
 def test_plans_that_no_kernel_runs_are_refused_by_name() -> None:
