@@ -1,3 +1,33 @@
+// Attention on Hopper whose output tiles go straight to the ranks that own their rows.
+//
+// Computes  out = softmax(scale Q K^T + mask) V, lse = log of the softmax's denominator, for this
+//           rank's heads over all rows; 16-bit operands, float32 accumulation and softmax.
+// Sends     every finished tile (up to block_m rows of one head) into the owner's [B, rows, H, D]:
+//           at once (burst) or in slices along the next tile's main loop (paced). The X-Stage
+//           action is piggyback: the warpgroup that computed a tile issues its stores and goes on.
+//
+// Roles (warpgroups of 128 threads)
+//   0            load    24 or 32 registers   one thread: K one block ahead of V, Q per warpgroup
+//   1 ..         math    240 or 160           64 query rows each: mainloop.cuh, epilogue_a2a.cuh
+//
+// Shared memory  q and o: 64 rows per math warpgroup each; k, v: two stages of block_n rows. All
+//                swizzled by 128 bytes (attention/loads.cuh).
+//
+// Barriers (g: math warpgroup, s: stage)
+//   q_full[g], k_full[s], v_full[s]   one arrival and the bytes; load -> math
+//   q_empty[g]                        4 arrivals, one per warp; math g -> load
+//   k_empty[s], v_empty[s]            4 arrivals per math warpgroup; math -> load
+//   turn    named, 256 threads: the right to issue products goes round the math warpgroups
+//   staged  named, 128 threads: a warpgroup's output buffer is free, then full
+//   done    named, all math threads, once: every store of the block is complete
+//
+// Global protocol  no block waits for a peer. A kernel before this one takes the output slot, the
+//                  last block publishes the epoch, a kernel behind this one waits for all ranks
+//                  (attention/completion.cuh, common/channel.cuh).
+// Requires  head size 64 or 128; operands that tensor maps can describe, positive scale
+//           (attention/ops_cuda.cu checks or copies). A tile never crosses the border between two
+//           owners (TileSchedule), so stores start inside their tensor and only overhang its end.
+// Cost      csrc/fa3_a2a/README.md
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
