@@ -4,13 +4,13 @@ tests/dist`. Every rank runs the same tests; results agree bit for bit with `fa3
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.dist.world import gpu_world
 from xstage_ext import SymmetricWorkspace
 from xstage_ext.channel import ChannelLease
 from xstage_ext.planner.attention import AttentionPlan, even_split
@@ -21,15 +21,8 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 @pytest.fixture(scope="module")
 def group() -> Iterator[tuple[int, int]]:
     """(rank, world) of an NCCL WORLD on this rank's GPU."""
-    rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank)
-    mine = not dist.is_initialized()
-    if mine:
-        dist.init_process_group("cpu:gloo,cuda:nccl")
-    yield dist.get_rank(), dist.get_world_size()
-    if mine:
-        dist.barrier()
-        dist.destroy_process_group()
+    with gpu_world("cpu:gloo,cuda:nccl") as facts:
+        yield facts
 
 
 def operands(plan: AttentionPlan, rank: int, head_dim: int, batch: int = 1) -> Tensors:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 
+from tests.dist.world import gpu_world
 from xstage_ext import MegaMoE
 from xstage_ext.reference import moe_reference, moe_unfused
 from xstage_ext.testing import make_routing
@@ -19,15 +18,8 @@ HIDDEN, INNER, TOPK = 512, 320, 4
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[tuple[int, int]]:
     """(rank, world) of an NCCL WORLD, one GPU per rank."""
-    local = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(local)
-    mine = not dist.is_initialized()
-    if mine:
-        dist.init_process_group("nccl", device_id=torch.device("cuda", local))
-    yield dist.get_rank(), dist.get_world_size()
-    if mine:
-        dist.barrier()
-        dist.destroy_process_group()
+    with gpu_world("nccl", bind=True) as facts:
+        yield facts
 
 
 class Problem:

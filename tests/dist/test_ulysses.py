@@ -7,14 +7,13 @@ Every rank runs the same tests. Not run on GPUs yet; tests/cpu/test_ulysses.py r
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 
+from tests.dist.world import gpu_world
 from xstage_ext import SymmetricWorkspace, UlyssesAttention
 from xstage_ext import reference_attention as reference
 from xstage_ext.errors import PeerError, WorkspaceError
@@ -29,15 +28,8 @@ CLOSE = {"rtol": 1e-2, "atol": 1e-2}
 @pytest.fixture(scope="module")
 def group() -> Iterator[tuple[int, int]]:
     """(rank, world) of an NCCL WORLD on this rank's GPU."""
-    rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank)
-    mine = not dist.is_initialized()
-    if mine:
-        dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
-    yield dist.get_rank(), dist.get_world_size()
-    if mine:
-        dist.barrier()
-        dist.destroy_process_group()
+    with gpu_world("nccl", bind=True) as facts:
+        yield facts
 
 
 def whole(rows: int, heads: tuple[int, int], head_dim: int = 128, seed: int = 0, batch: int = 1):

@@ -6,7 +6,6 @@ Every rank runs the same tests. Fault tests start fresh processes from rank 0, s
 from __future__ import annotations
 
 import concurrent.futures
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.dist.world import gpu_world
 from tests.ranks import Outcome, launch
 from xstage_ext import SymmetricWorkspace
 from xstage_ext.channel import ChannelLease
@@ -24,15 +24,8 @@ from xstage_ext.handshake import handshake, handshake_bytes
 @pytest.fixture(scope="module")
 def group() -> Iterator[tuple[int, int]]:
     """(rank, world) of a gloo WORLD on this rank's GPU; the workspace needs only its store."""
-    rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank)
-    mine = not dist.is_initialized()
-    if mine:
-        dist.init_process_group("gloo")
-    yield dist.get_rank(), dist.get_world_size()
-    if mine:
-        dist.barrier()
-        dist.destroy_process_group()
+    with gpu_world("gloo") as facts:
+        yield facts
 
 
 def checked(lease: ChannelLease, call: int, elements: int, slots: int = 0) -> torch.Tensor:
