@@ -24,7 +24,7 @@ import torch.distributed as dist
 from _report import ResultWriter, Row, line
 
 from xstage_ext.planner.attention import STORE_PATHS, AttentionPlan
-from xstage_ext.testing import Timing, time_arms
+from xstage_ext.testing import Timing, graph_of, time_arms
 from xstage_ext.ulysses import ulysses_a2a
 from xstage_ext.workspace import SymmetricWorkspace, region_bytes
 
@@ -77,21 +77,6 @@ def to_sequence_by_nccl(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         out = received.permute(1, 2, 0, 3, 4).reshape(batch, rows // world, -1, head_dim)
         outs.append(out)
     return outs
-
-
-def graph_of(call: Callable[[], object]) -> Callable[[], None]:
-    """A graph of CALLS calls whose results are dropped at once."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            call()
-    return graph.replay
 
 
 def same(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
@@ -148,12 +133,12 @@ class Bench:
                 call = self.ours(path, num_sms)
                 name = f"{path}-{num_sms}"
                 self.ok[name] = same(call(), wanted)
-                arms[name] = graph_of(call)
+                arms[name] = graph_of(call, CALLS, warm_ups=3)
         self.ok["permute+nccl"] = True
-        arms["permute+nccl"] = graph_of(lambda: self.by_nccl(self.inputs))
+        arms["permute+nccl"] = graph_of(lambda: self.by_nccl(self.inputs), CALLS, warm_ups=3)
         flat = torch.cat([tensor.flatten() for tensor in self.inputs])
         target = torch.empty_like(flat)
-        arms["nccl"] = graph_of(lambda: dist.all_to_all_single(target, flat))
+        arms["nccl"] = graph_of(lambda: dist.all_to_all_single(target, flat), CALLS, warm_ups=3)
         timings = time_arms(arms, pairs=pairs)
         torch.cuda.synchronize()
         self.workspace.check()

@@ -32,7 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from xstage_ext.planner.attention import AttentionPlan, even_split
 from xstage_ext.reference_attention import attention as reference
-from xstage_ext.testing import Timing, time_arms
+from xstage_ext.testing import Timing, graph_of, time_arms
 from xstage_ext.workspace import SymmetricWorkspace, region_bytes
 
 Call = Callable[[], torch.Tensor]
@@ -79,21 +79,6 @@ MODELS = [
     Problem("wan-720p", 75_600, 5, 128),
     Problem("hunyuan", 118_800, 3, 128),
 ]
-
-
-def graph_of(call: Call, calls: int) -> Callable[[], None]:
-    """A graph of `calls` calls whose results are dropped at once."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
-    return graph.replay
 
 
 def kernel_us(replay: Callable[[], None], name: str) -> float | None:
@@ -231,7 +216,7 @@ class Bench:
     def run(self, pairs: int, coupled: bool) -> list[Row]:
         arms = self.arms(coupled)
         ok = self.check(arms)
-        replays = {name: graph_of(call, self.calls) for name, call in arms.items()}
+        replays = {name: graph_of(call, self.calls, warm_ups=2) for name, call in arms.items()}
         timings = time_arms(replays, pairs=pairs)
         sender = {name: kernel_us(replays[name], "fa3_kernel") for name in arms if "fused" in name}
         torch.cuda.synchronize()

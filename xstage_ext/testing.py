@@ -86,6 +86,36 @@ def time_arms(
     return {name: Timing.of(row.numpy()) for name, row in zip(arms, samples, strict=True)}
 
 
+def graph_of(call: Callable[[], object], calls: int, *, warm_ups: int) -> Callable[[], None]:
+    """Capture `calls` calls in a CUDA graph; their results are dropped at once.
+
+    Parameters
+    ----------
+    call
+        What to capture, on the current device.
+    calls
+        Calls per replay, at least 1.
+    warm_ups
+        Calls before the capture, on the side stream that it uses.
+
+    Returns
+    -------
+    Callable
+        Replays the graph on the current stream.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(warm_ups):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    return graph.replay
+
+
 def max_over_ranks(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Element-wise maximum over the ranks, as a CPU tensor."""
     if not dist.is_available() or not dist.is_initialized():
