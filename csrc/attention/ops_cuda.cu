@@ -73,11 +73,13 @@ AttentionParams make_params(Prepared const& prepared, Instance const& instance,
                      : nullptr,
                  static_cast<int32_t>(problem.num_segments)};
   params.scale_log2 = problem.scale * 1.44269504f;
+  params.score_slack = kSlack / params.scale_log2;
   params.kv_group = static_cast<int32_t>(problem.kv_group);
   params.head_phase = static_cast<int32_t>(problem.head_phase);
   params.lse = problem.want_lse ? static_cast<float*>(lse.mutable_data_ptr()) : nullptr;
-  // A slice is a whole number of swizzle groups (8 rows) of one warpgroup.
-  int64_t const slice_rows = plan.slice_bytes / (problem.head_dim * 2) / 8 * 8;
+  // Every warpgroup sends its share of a slice: whole swizzle groups of 8 rows.
+  int64_t const share = plan.slice_bytes / (instance.block_m / kWarpgroupRows);
+  int64_t const slice_rows = share / (problem.head_dim * 2) / 8 * 8;
   params.slice_rows = static_cast<int32_t>(
       plan.slice_bytes == 0 ? kWarpgroupRows
                             : min_of(kWarpgroupRows, max_of<int64_t>(8, slice_rows)));
@@ -102,6 +104,19 @@ CUtensorMap encode_output(char* base, OutputShape const& shape, HeadRange writte
   return encode_operand(base + written.first * shape.head_dim * 2,
                         {shape.head_dim, written.count, shape.rows, shape.batch}, strides,
                         slice_rows);
+}
+
+// The schedule, with sections whose keys and values take half of the L2 cache.
+TileSchedule schedule_of(AttentionLayout const& layout, int rank, AttentionProblem const& problem,
+                         Instance const& instance, TileOrder order) {
+  TileSchedule schedule =
+      make_schedule(layout, rank, static_cast<int32_t>(problem.batch), instance.block_m, order);
+  constexpr int64_t kSectionBytes = 30 << 20;
+  int64_t const group_bytes = 2 * problem.num_keys * problem.head_dim * 2;
+  int64_t const groups = kSectionBytes / max_of<int64_t>(1, group_bytes) * problem.kv_group;
+  schedule.section =
+      static_cast<int32_t>(max_of<int64_t>(1, min_of<int64_t>(groups, schedule.num_groups)));
+  return schedule;
 }
 
 int num_blocks(AttentionPlan const& plan, TileSchedule const& schedule, Tensor const& q) {
@@ -143,8 +158,7 @@ std::tuple<Tensor, Tensor> attention(char const* op, Generation const& generatio
   check_against_plan(op, problem, layout, 0);
   Instance const& instance = choose_instance(op, generation, problem, plan);
   TileSchedule const schedule =
-      make_schedule(layout, 0, static_cast<int32_t>(problem.batch), instance.block_m,
-                    static_cast<TileOrder>(plan.tile_order));
+      schedule_of(layout, 0, problem, instance, static_cast<TileOrder>(plan.tile_order));
 
   OutputShape const shape{problem.batch, problem.num_query_rows, problem.num_heads,
                           problem.head_dim};
@@ -197,9 +211,8 @@ void launch_rank(A2aCall const& call, size_t i, AttentionOptions const& options,
   AttentionPlan const& plan = call.ring.plan;
   AttentionLayout const& layout = call.ring.layout;
   AttentionProblem const& problem = prepared.problem;
-  TileSchedule const schedule =
-      make_schedule(layout, rank.rank(), static_cast<int32_t>(problem.batch),
-                    call.instance->block_m, static_cast<TileOrder>(plan.tile_order));
+  TileSchedule const schedule = schedule_of(layout, rank.rank(), problem, *call.instance,
+                                            static_cast<TileOrder>(plan.tile_order));
   AttentionParams params = make_params(prepared, *call.instance, plan, schedule, options, lse);
   for (int owner = 0; owner < layout.world; ++owner) {
     OutputShape const shape{problem.batch, layout.rows.count(owner), layout.heads.total(),

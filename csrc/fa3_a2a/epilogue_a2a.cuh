@@ -35,33 +35,30 @@ class Epilogue {
     }
   }
 
-  // Stages a finished tile and sends it, or its first slice.
+  // Stages a finished tile and sends it, or leaves its slices to the steps to come.
   template <class Fragment>
-  __device__ __forceinline__ void store(QueryTile const& tile, Fragment const& acc,
-                                        float const (&scale)[2]) {
-    int const num_rows = min_of(kGroupRows, tile.num_rows - group_ * kGroupRows);
-    PendingStore& pending = smem_.pending[group_];
-    if (thread_ == 0) {
-      store_rest<kCols>(pending, smem_.o[group_], params_.slice_rows);
-      bulk_wait_read<0>();
+  __device__ __forceinline__ void store(QueryTile const& tile, Fragment const& acc) {
+    claim_buffer();
+    stage_output<kCols>(smem_.o[group_], acc, smem_.inverse[group_][thread_], thread_);
+    send_buffer(tile);
+  }
+
+  // Notes by what the rows of the next store must be multiplied: the main loop has no registers for
+  // it. Every thread reads what it wrote.
+  __device__ __forceinline__ void remember(float const (&inverse)[2]) {
+    smem_.inverse[group_][thread_] = make_float2(inverse[0], inverse[1]);
+  }
+
+  // A tile that sees no key.
+  __device__ __forceinline__ void store_empty(QueryTile const& tile) {
+    claim_buffer();
+    auto* const words = reinterpret_cast<uint4*>(smem_.o[group_]);
+    for (int i = thread_; i < static_cast<int>(sizeof(smem_.o[0]) / 16); i += kWarpgroup) {
+      words[i] = make_uint4(0, 0, 0, 0);
     }
-    sync_group();  // the buffer is free
-    stage_output<kCols>(smem_.o[group_], acc, scale, thread_);
-    fence_proxy_async_shared();
-    sync_group();  // the buffer is full
-    slices_ = num_rows <= 0 ? 0 : ceil_div(num_rows, params_.slice_rows);
-    steps_ = 0;
-    if (thread_ == 0) {
-      pending.map = &params_.out[tile.owner];
-      pending.at = {tile.owner_row + group_ * kGroupRows, tile.head, tile.batch};
-      pending.next_row = 0;
-      pending.end_row = num_rows;
-      if (params_.slice_steps == 0) {
-        store_rest<kCols>(pending, smem_.o[group_], params_.slice_rows);
-        if (params_.wait_every_tile) bulk_wait<0>();
-      }
-    }
-    if (params_.slice_steps == 0) slices_ = 0;
+    send_buffer(tile);
+    float const lse[2] = {-INFINITY, -INFINITY};
+    store_lse(tile, lse);
   }
 
   // Natural logarithm of the sum of exponentials; stays on this rank.
@@ -85,6 +82,33 @@ class Epilogue {
   }
 
  private:
+  __device__ __forceinline__ void claim_buffer() {
+    if (thread_ == 0) {
+      store_rest<kCols>(smem_.pending[group_], smem_.o[group_], params_.slice_rows);
+      bulk_wait_read<0>();
+    }
+    sync_group();
+  }
+
+  // All threads of the group have written their part.
+  __device__ __forceinline__ void send_buffer(QueryTile const& tile) {
+    fence_proxy_async_shared();
+    sync_group();
+    int const num_rows = min_of(kGroupRows, tile.num_rows - group_ * kGroupRows);
+    bool const paced = params_.slice_steps != 0;
+    slices_ = paced && num_rows > 0 ? ceil_div(num_rows, params_.slice_rows) : 0;
+    steps_ = 0;
+    if (thread_ != 0) return;
+    PendingStore& pending = smem_.pending[group_];
+    pending.map = &params_.out[tile.owner];
+    pending.at = {tile.owner_row + group_ * kGroupRows, tile.head, tile.batch};
+    pending.next_row = 0;
+    pending.end_row = num_rows;
+    if (paced) return;
+    store_rest<kCols>(pending, smem_.o[group_], params_.slice_rows);
+    if (params_.wait_every_tile) bulk_wait<0>();
+  }
+
   __device__ __forceinline__ void sync_group() const {
     cutlass::arch::NamedBarrier::sync(kWarpgroup, kStagedBarrier + group_);
   }
