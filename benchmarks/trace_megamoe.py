@@ -1,72 +1,74 @@
-"""Traces one megamoe call per schedule on one GPU: Chrome/Perfetto JSON, a timeline, span tables.
+"""Traces megamoe calls by schedule and way to store: where the time goes, per SM.
 
-    python benchmarks/trace_megamoe.py [--out DIR] [--tokens 8192 --hidden 4096 ...]
+    python benchmarks/trace_megamoe.py [--shape 0] [--arms "wave st" ...] [--out DIR]
+    torchrun --nproc-per-node 2 benchmarks/trace_megamoe.py ...
 
-All rows are local (a world of one), which is the control of the remote case: what the schedules do
-to the tiles, without a link. The trace build writes a few records per tile; its calls are about 1%
-longer.
+Tensors and plans are those of bench_megamoe. Between GPUs, `local` (all experts on this rank) is
+the control: what a schedule does to the tiles, without a link. Prints a breakdown per arm; --out
+also writes Chrome/Perfetto JSON and a timeline. The trace build writes a few records per tile; its
+calls are about 1% longer.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import pathlib
 
 import torch
+import torch.distributed as dist
+from bench_megamoe import ARMS, SHAPES, Layer, plans_of
 
 from xstage_ext import SymmetricWorkspace
-from xstage_ext.planner import choose
-from xstage_ext.planner.problem import MoEProblem
-from xstage_ext.testing import make_routing
+from xstage_ext.planner.megamoe import MegaMoePlan
+from xstage_ext.testing import meet
 from xstage_ext.trace import MegaMoETrace
 from xstage_ext.workspace import region_bytes
 
-ARMS = {
-    "wave_st": {"schedule": 0, "store": 0},
-    "wave_bulk": {"schedule": 0, "store": 1},
-    "interleaved_st": {"schedule": 1, "store": 0},
-    "interleaved_paced": {"schedule": 1, "store": 2, "slice_rows": 1},
-}
+RECORDS = 512
+
+
+def trace(layer: Layer, plan: MegaMoePlan, name: str, calls: int) -> MegaMoETrace:
+    """The last of a few traced calls; every rank calls it."""
+    backend = {"backend": "virtual", "world": 1} if plan.world == 1 else {}
+    with SymmetricWorkspace(nbytes=region_bytes([plan.bytes()]), **backend) as workspace:
+        words = workspace.channel(name, plan.bytes()).words()
+        ids = layer.ids if plan.world == layer.world else layer.ids % plan.num_experts
+        for _ in range(calls):
+            meet()
+            _, records = torch.ops.xstage.megamoe_traced(
+                layer.x, ids, layer.weights, layer.w13, layer.w2, plan.words(), words, RECORDS
+            )
+        workspace.check(synchronize=True)
+    return MegaMoETrace.read(records)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("traces"))
-    sizes = {"tokens": 8192, "hidden": 4096, "intermediate": 1536, "experts": 16, "topk": 4}
-    for name, size in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=size)
+    parser.add_argument("--shape", type=int, default=0, help="line of bench_megamoe's table")
+    parser.add_argument("--arms", nargs="*", choices=list(ARMS))
+    parser.add_argument("--calls", type=int, default=6)
+    parser.add_argument("--out", type=pathlib.Path)
     o = parser.parse_args()
-    o.out.mkdir(parents=True, exist_ok=True)
-    problem = MoEProblem(
-        world=1,
-        num_experts=o.experts,
-        topk=o.topk,
-        hidden=o.hidden,
-        intermediate=o.intermediate,
-        max_tokens=o.tokens,
-    )
-    routing = make_routing(1, o.tokens, o.experts, o.topk, seed=1)
-    ids = torch.from_numpy(routing.topk_idx[0]).int().cuda()
-    weights = torch.from_numpy(routing.topk_weights[0]).cuda()
-    x = torch.randn(o.tokens, o.hidden, device="cuda").bfloat16()
-    w13 = torch.randn(o.experts, 2 * o.intermediate, o.hidden, device="cuda", dtype=x.dtype)
-    w2 = torch.randn(o.experts, o.hidden, o.intermediate, device="cuda", dtype=x.dtype)
-    w13 *= o.hidden**-0.5
-    w2 *= o.intermediate**-0.5
-    for name, fields in ARMS.items():
-        plan = choose.choose(problem, None, **fields).plan
-        nbytes = region_bytes([plan.bytes()])
-        with SymmetricWorkspace(nbytes=nbytes, backend="virtual", world=1) as workspace:
-            words = workspace.channel(name, plan.bytes()).words()
-            for _ in range(4):
-                _, records = torch.ops.xstage.megamoe_traced(
-                    x, ids, weights, w13, w2, plan.words(), words, 512
-                )
-            workspace.check(synchronize=True)
-            trace = MegaMoETrace.read(records)
-        trace.save_chrome(o.out / f"{name}.json")
-        trace.save_picture(o.out / f"{name}.png")
-        print(f"== {name}\n{trace.summary()}", flush=True)
+    rank, world = 0, 1
+    with contextlib.ExitStack() as stack:
+        if "RANK" in os.environ:
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+            dist.init_process_group("nccl", device_id=device)
+            stack.callback(dist.destroy_process_group)
+            rank, world = dist.get_rank(), dist.get_world_size()
+        shape = SHAPES[o.shape]
+        layer = Layer(shape, rank, world)
+        names = o.arms or ["wave st", "wave bulk", "inter st", "inter paced"]
+        for name, plan in plans_of(shape, world, names).items():
+            result = trace(layer, plan, name, o.calls)
+            print(f"== {name}, rank {rank} of {world}\n{result.breakdown()}", flush=True)
+            if o.out is not None and rank == 0:
+                o.out.mkdir(parents=True, exist_ok=True)
+                result.save_chrome(o.out / f"{name.replace(' ', '_')}.json")
+                result.save_picture(o.out / f"{name.replace(' ', '_')}.png")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -160,6 +160,62 @@ class MegaMoETrace:
                     f"   {cycles[0]:10.2f} {cycles[1]:7.2f} {cycles[2]:8.2f}"
                 )
         return "\n".join(lines)
+
+    def breakdown(self) -> str:
+        """Where the time of the call went: its ends, and a mean tile of each phase; us."""
+        lines = [
+            _spread(
+                "counts known", [s.start_us + s.handing_cycles / 1e3 for s in self.of("prologue")]
+            ),
+            _spread("first tile begins", _by_cta(self._tiles(), min, "start_us")),
+            _spread("last tile done", _by_cta(self._tiles(), max, "end_us")),
+            _spread("all ranks done", [s.end_us for s in self.of("tail")]),
+            _spread("combine", [s.us for s in self.of("combine")]),
+            _spread("call ends", [s.end_us for s in self.of("combine")]),
+            _spread("last row pulled", _by_cta(self.of("pull"), max, "end_us")),
+            _spread("a row pulled in", [s.us for s in self.of("pull")]),
+        ]
+        for kind in ("linear-1", "linear-2"):
+            tiles = [s for s in self.of(kind) if s.track == "math 0"]
+            if tiles:
+                lines.append(f"{kind}: {_mean_tile(tiles)}")
+        return "\n".join(lines)
+
+    def _tiles(self) -> list[Span]:
+        """Tiles as the first math warpgroup saw them."""
+        return [s for s in self.spans if s.track == "math 0" and s.kind.startswith("linear")]
+
+
+def _by_cta(spans: list[Span], which: Callable[[list[float]], float], name: str) -> list[float]:
+    """The first or last time of every CTA."""
+    times: dict[int, list[float]] = {}
+    for s in spans:
+        times.setdefault(s.cta, []).append(getattr(s, name))
+    return [which(values) for values in times.values()]
+
+
+def _spread(name: str, values: list[float]) -> str:
+    if not values:
+        return f"{name:18} -"
+    low, half, high = np.percentile(values, [10, 50, 90])
+    return f"{name:18} p10 {low:7.1f}  p50 {half:7.1f}  p90 {high:7.1f}  max {max(values):7.1f}"
+
+
+def _mean_tile(tiles: list[Span]) -> str:
+    """Mean cycles of a tile by what the warpgroup did, and the SM clock."""
+
+    def kilocycles(name: str) -> float:
+        return float(np.mean([getattr(s, name) for s in tiles])) / 1e3
+
+    first, others, handing, everything = (
+        kilocycles(f"{name}_cycles") for name in ("first", "other", "handing", "all")
+    )
+    clock = everything * 1e3 / float(np.mean([s.us for s in tiles]))
+    return (
+        f"{len(tiles)} tiles, {everything + first:.2f} kcycles each: first stage waited for "
+        f"{first:.2f}, others {others:.2f}, products {everything - others - handing:.2f}, "
+        f"handing over {handing:.2f}; {clock:.0f} MHz"
+    )
 
 
 def _spans(words: npt.NDArray[np.int64], used: npt.NDArray[np.bool_], start: int) -> Iterator[Span]:

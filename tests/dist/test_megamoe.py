@@ -129,7 +129,7 @@ def test_many_calls_beside_a_busy_link(ranks: tuple[int, int], level: int) -> No
 
 def test_graph_replay(ranks: tuple[int, int]) -> None:
     rank, world = ranks
-    problem = Problem(rank, world, [100 + rank] * world, 4 * world)
+    problem = Problem(rank, world, [100 + r for r in range(world)], 4 * world)
     layer = problem.layer()
     eager = layer(problem.x, problem.ids, problem.weights).clone()
     torch.cuda.synchronize()
