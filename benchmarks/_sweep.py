@@ -31,6 +31,26 @@ ARMS: dict[str, dict[str, int]] = {
 """Overrides of the planner by arm. With `st` the math warps issue plain stores (the published
 experiment); without it the planner also picks the best asynchronous way to store."""
 
+GRID: dict[str, dict[str, int]] = {
+    "wave st 32": {"schedule": 0, "store": 0, "wave_blocks": 32},
+    "wave st 64": {"schedule": 0, "store": 0, "wave_blocks": 64},
+    "wave st 128": {"schedule": 0, "store": 0, "wave_blocks": 128},
+    "wave st 64 g8": {"schedule": 0, "store": 0, "wave_blocks": 64, "group_blocks": 8},
+    "wave bulk 64": {"schedule": 0, "store": 1, "wave_blocks": 64},
+    "wave paced1 64": {"schedule": 0, "store": 2, "slice_rows": 1, "wave_blocks": 64},
+    "wave paced4 64": {"schedule": 0, "store": 2, "slice_rows": 4, "wave_blocks": 64},
+    "wave st 64 early": {"schedule": 0, "store": 0, "wave_blocks": 64, "combine": 1},
+    "inter st 16": {"schedule": 1, "store": 0, "lead_blocks": 16},
+    "inter st 32": {"schedule": 1, "store": 0, "lead_blocks": 32},
+    "inter st 48": {"schedule": 1, "store": 0, "lead_blocks": 48},
+    "inter st 24 g8": {"schedule": 1, "store": 0, "lead_blocks": 24, "group_blocks": 8},
+    "inter bulk 32": {"schedule": 1, "store": 1, "lead_blocks": 32},
+    "inter paced1 32": {"schedule": 1, "store": 2, "slice_rows": 1, "lead_blocks": 32},
+    "inter paced4 32": {"schedule": 1, "store": 2, "slice_rows": 4, "lead_blocks": 32},
+    "inter st 32 early": {"schedule": 1, "store": 0, "lead_blocks": 32, "combine": 1},
+}
+"""Plans that are measured beside the arms: what the planner is fitted to, and judged by."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -67,6 +87,11 @@ class Config:
     def name(self) -> str:
         """Short and unique."""
         return f"{self.model} T={self.tokens} remote={self.remote_share:g} {self.routing}"
+
+    @property
+    def local_experts(self) -> int:
+        """Experts of one rank."""
+        return self.num_experts // self.world
 
     @property
     def key(self) -> dict[str, Any]:
@@ -167,7 +192,7 @@ class Load:
 
 def load_of(config: Config, routing: Routing) -> Load:
     """The heaviest rank's part."""
-    local = config.num_experts // config.world
+    local = config.local_experts
     counts = routing.counts(config.num_experts).reshape(config.world, config.world, local)
     rank = int(counts.sum(axis=(0, 2)).argmax())
     rows = counts[:, rank]
@@ -235,6 +260,16 @@ def real_link_us(config: Config, profile: machine.MachineProfile) -> float:
 def plan_of(config: Config, arm: str, profile: machine.MachineProfile) -> MegaMoePlan:
     """The plan of an arm: the planner's choice under the arm's overrides."""
     return choose.choose(config.problem, profile, **ARMS[arm]).plan
+
+
+def grid_plan(config: Config, name: str, profile: machine.MachineProfile) -> MegaMoePlan:
+    """A plan of `GRID`; waves and leads no longer than the load."""
+    blocks = max(1, config.tokens * config.topk // 128)
+    fields = dict(GRID[name])
+    for distance in ("wave_blocks", "lead_blocks"):
+        if distance in fields:
+            fields[distance] = min(fields[distance], blocks)
+    return next(choose.candidates(config.problem, profile, overrides=fields))
 
 
 def predict(

@@ -1,21 +1,20 @@
 """Measures the sweep's configurations on GPUs, one process per rank; see sweep_84.py.
 
-Per configuration, in one process and in this order: all arms are compared with the unfused
-pipeline (torch grouped products and NCCL), the arms of MegaMoE with each other bit for bit; then
-all arms are timed interleaved. The unfused pipeline is the serial baseline and an arm too.
-
-Run so far by a test on two CPU processes only; not yet on GPUs.
+Per configuration, in one process and in this order: all plans are compared with the unfused
+pipeline in fp32, and with each other bit for bit; all arms are timed interleaved, the unfused
+pipeline of torch and NCCL being one; the plans of the grid are timed, interleaved too, with fewer
+samples; the arms are traced once.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import json
 import os
 import pathlib
 import socket
 import time
-from collections.abc import Callable
 
 import _report
 import _sweep
@@ -24,13 +23,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from _sweep import ARMS, Config
+from _sweep_case import Case, Stages, distinct
 
-from xstage_ext import MegaMoE, SymmetricWorkspace, machine, reference
+from xstage_ext import SymmetricWorkspace, machine
 from xstage_ext.planner.megamoe import MegaMoePlan
-from xstage_ext.testing import Timing, compare, time_arms
+from xstage_ext.testing import Timing, time_arms
 from xstage_ext.workspace import region_bytes
 
-TOLERANCE = {"rtol": 2e-2, "atol": 2e-2}
+GRID_OP = "megamoe_plans"
+"""Rows of this kind hold every plan of a configuration."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,21 +43,35 @@ class Job:
     path: pathlib.Path
     resume: bool
     pairs: int
+    grid_pairs: int
     budget_s: float
 
 
-def launch(
-    configs: list[Config],
-    profile: machine.MachineProfile,
-    path: pathlib.Path,
-    *,
-    resume: bool,
-    pairs: int,
-    budget_s: float,
-) -> None:
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A configuration with its plans and, on rank 0, its rows as predicted.
+
+    Attributes
+    ----------
+    arms : dict
+        The name under which the plan of every arm is measured: arms may share one.
+    plans : dict
+        All plans by name: those of the arms, then those of the grid, each once.
+    """
+
+    config: Config
+    arms: dict[str, str]
+    plans: dict[str, MegaMoePlan]
+    predicted: list[_report.Row]
+
+    @property
+    def timed(self) -> list[str]:
+        """Plans of the arms, each once."""
+        return list(dict.fromkeys(self.arms.values()))
+
+
+def launch(job: Job) -> None:
     """Measure; starts one process per rank unless torchrun has done so."""
-    job = Job(configs, profile, path, resume, pairs, budget_s)
-    world = configs[0].world
     if "RANK" in os.environ:
         _rank(int(os.environ["RANK"]), job, None)
         if int(os.environ["RANK"]) != 0:
@@ -65,160 +80,107 @@ def launch(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    mp.spawn(_rank, args=(job, address), nprocs=world, join=True)
+    mp.spawn(_rank, args=(job, address), nprocs=job.configs[0].world, join=True)
 
 
-def _rank(rank: int, job: Job, address: str | None) -> None:
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
-    torch.cuda.set_device(device)
-    world = job.configs[0].world
-    dist.init_process_group(
-        "nccl", init_method=address or "env://", rank=rank, world_size=world, device_id=device
-    )
+def task_of(config: Config, job: Job, predict: bool) -> Task:
+    """Plans of a configuration, the same on every rank."""
+    wanted = {arm: _sweep.plan_of(config, arm, job.profile) for arm in ARMS}
+    grid = _sweep.GRID if job.grid_pairs else {}
+    named = [*wanted.items(), *((n, _sweep.grid_plan(config, n, job.profile)) for n in grid)]
+    plans = distinct(named)
+    name_of = {plan: name for name, plan in plans.items()}
+    rows = sweep_84.predicted_rows(config, job.profile) if predict else []
+    return Task(config, {arm: name_of[plan] for arm, plan in wanted.items()}, plans, rows)
+
+
+def tasks_of(job: Job, rank: int) -> list[Task]:
+    """What the result file lacks. The simulator runs without Python's lock: threads help."""
     done = sweep_84.by_config(_report.read(job.path)) if job.resume else {}
     missing = [
         c
         for c in job.configs
         if not sweep_84.is_complete(done.get(json.dumps(c.key), {}), measured=True)
     ]
+    with concurrent.futures.ThreadPoolExecutor(min(12, os.cpu_count() or 1)) as threads:
+        return list(threads.map(lambda config: task_of(config, job, rank == 0), missing))
+
+
+def _rank(rank: int, job: Job, address: str | None) -> None:
+    stages = Stages()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
+    torch.cuda.set_device(device)
+    world = job.configs[0].world
+    with stages("start"):
+        dist.init_process_group(
+            "nccl", init_method=address or "env://", rank=rank, world_size=world, device_id=device
+        )
+        dist.barrier()
+    with stages("plan"):
+        tasks = tasks_of(job, rank)
+        dist.barrier()
     writer = _report.ResultWriter(job.path, append=job.resume) if rank == 0 else None
-    dist.barrier()
-    plans = [distinct_plans(c, job.profile) for c in missing]
-    nbytes = max((region_bytes(p.bytes() for p in some) for some in plans), default=0)
+    needs = [region_bytes(plan.bytes() for plan in task.plans.values()) for task in tasks]
     start = time.perf_counter()
-    with SymmetricWorkspace(nbytes=nbytes) as workspace, sweep_84.progress_bar() as progress:
+    with stages("workspace"):
+        workspace = SymmetricWorkspace(nbytes=max(needs, default=0))
+    with workspace, sweep_84.progress_bar() as progress:
         progress.disable = rank != 0
-        task = progress.add_task("measuring", total=len(missing))
-        for config in missing:
+        bar = progress.add_task("measuring", total=len(tasks))
+        for task in tasks:
             late = torch.tensor(time.perf_counter() - start, device=device)
             dist.all_reduce(late, dist.ReduceOp.MAX)
             if float(late) > job.budget_s:
                 break
-            progress.update(task, description=f"measuring {config.name}")
-            rows = measure(config, rank, job, workspace)
+            progress.update(bar, description=f"measuring {task.config.name}")
+            rows = measure(task, rank, job, workspace, stages)
             if writer is not None:
                 for row in rows:
                     writer.write(row)
-            progress.advance(task)
+                sweep_84.console.print(_line(rows), highlight=False)
+            progress.advance(bar)
+    if rank == 0:
+        sweep_84.console.print(f"rank 0 spent: {stages}", highlight=False)
     dist.destroy_process_group()
 
 
-def _plans(config: Config, profile: machine.MachineProfile) -> dict[str, MegaMoePlan]:
-    return {arm: _sweep.plan_of(config, arm, profile) for arm in ARMS}
-
-
 def measure(
-    config: Config, rank: int, job: Job, workspace: SymmetricWorkspace
+    task: Task, rank: int, job: Job, workspace: SymmetricWorkspace, stages: Stages
 ) -> list[_report.Row]:
-    """Check and time every arm of a configuration; all ranks call it."""
-    routing = config.draw()
-    device = workspace.device
-    ids = torch.from_numpy(routing.topk_idx[rank]).to(device)
-    weights = torch.from_numpy(routing.topk_weights[rank]).to(device)
-    generator = torch.Generator(device).manual_seed(config.seed * 16 + rank)
-    local, hidden, inner = (
-        config.num_experts // config.world,
-        config.hidden,
-        config.intermediate,
-    )
-
-    def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
-        values = torch.randn(*shape, generator=generator, device=device)
-        return values.mul_(scale).bfloat16()
-
-    x = normal(config.tokens, hidden)
-    w13 = normal(local, 2 * inner, hidden, scale=hidden**-0.5)
-    w2 = normal(local, hidden, inner, scale=inner**-0.5)
-    plans = _plans(config, job.profile)
-    layers = {
-        plan: _layer(config, plan, w13, w2, workspace) for plan in dict.fromkeys(plans.values())
-    }
-
-    def fused(plan: MegaMoePlan) -> Callable[[], torch.Tensor]:
-        return lambda: layers[plan](x, ids, weights)
-
-    def serial() -> torch.Tensor:
-        return reference.moe_unfused(x, ids, weights, w13, w2)
-
-    calls: dict[str, Callable[[], torch.Tensor]] = {
-        _plan_name(plans, plan): fused(plan) for plan in layers
-    }
-    calls["serial"] = serial
-    ok = _correct({name: call() for name, call in calls.items()})
-    times = time_arms(calls, pairs=job.pairs)
-    for layer in layers.values():
-        layer.check()
-        layer.close()
+    """Check and time every plan of a configuration; all ranks call it."""
+    with stages("tensors"):
+        case = Case(task.config, task.plans, rank, workspace)
+    calls = {name: case.fused(name) for name in task.plans}
+    with stages("check"):
+        ok, error = case.check(calls | {"serial": case.serial})
+    with stages("arms"):
+        arms = {name: calls[name] for name in task.timed} | {"serial": case.serial}
+        times = time_arms(arms, pairs=job.pairs, warmup=1)
+    with stages("grid"):
+        grid = time_arms(calls, pairs=job.grid_pairs, warmup=0) if job.grid_pairs else {}
+    with stages("trace"):
+        traces = {name: case.spans(name) for name in task.timed} if _traces(workspace) else {}
+    workspace.check(synchronize=True)
+    case.close()
     if rank != 0:
         return []
-    return _rows(config, job, plans, times, ok)
-
-
-def distinct_plans(config: Config, profile: machine.MachineProfile) -> list[MegaMoePlan]:
-    """Plans of all arms, in their order, each once: arms of one plan are measured once."""
-    return list(dict.fromkeys(_plans(config, profile).values()))
-
-
-def _plan_name(plans: dict[str, MegaMoePlan], plan: MegaMoePlan) -> str:
-    return next(arm for arm, its in plans.items() if its == plan)
-
-
-def _layer(
-    config: Config,
-    plan: MegaMoePlan,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    workspace: SymmetricWorkspace,
-) -> MegaMoE:
-    layer = MegaMoE(
-        num_experts=config.num_experts,
-        topk=config.topk,
-        hidden=config.hidden,
-        intermediate=config.intermediate,
-        max_tokens=config.tokens,
-        device=workspace.device,
-        impl="native",
-        plan=dataclasses.asdict(plan),
-    )
-    layer.w13 = torch.nn.Parameter(w13, requires_grad=False)
-    layer.w2 = torch.nn.Parameter(w2, requires_grad=False)
-    layer.prepare(workspace)
-    return layer
-
-
-def _correct(results: dict[str, torch.Tensor]) -> dict[str, bool]:
-    """Every arm against the unfused pipeline, and against the first arm bit for bit; all ranks."""
-    first = next(iter(results.values()))
-    ok = {}
-    for name, result in results.items():
-        close = compare(result, results["serial"], **TOLERANCE).ok
-        same = name == "serial" or bool(torch.equal(result, first))
-        flag = torch.tensor(float(close and same), device=result.device)
-        dist.all_reduce(flag, dist.ReduceOp.MIN)
-        ok[name] = bool(flag.item())
-    return ok
-
-
-def _rows(
-    config: Config,
-    job: Job,
-    plans: dict[str, MegaMoePlan],
-    times: dict[str, Timing],
-    ok: dict[str, bool],
-) -> list[_report.Row]:
     rows = []
-    for row in sweep_84.predicted_rows(config, job.profile):
-        name = _plan_name(plans, plans[row.arm])
-        rows.append(_measured(row, row.arm, times[name], ok[name], dict(row.extra)))
-    shared = {k: v for k, v in rows[0].extra.items() if not k.startswith(("predicted", "plan"))}
+    for row in task.predicted:
+        name = task.arms[row.arm]
+        extra = row.extra | {"relative_error": error} | traces.get(name, {})
+        rows.append(_measured(row, row.arm, times[name], ok[name], extra))
+    shared = {k: v for k, v in rows[0].extra.items() if k in sweep_84.FACTS}
     rows.append(_measured(rows[0], "serial", times["serial"], ok["serial"], shared))
-    return rows
+    return rows + ([_grid_row(task, grid, ok, traces)] if grid else [])
+
+
+def _traces(workspace: SymmetricWorkspace) -> bool:
+    return workspace.device.type == "cuda"
 
 
 def _measured(
     like: _report.Row, arm: str, timing: Timing, ok: bool, extra: dict[str, object]
 ) -> _report.Row:
-    extra.pop("predicted", None)
     us = timing.us_median
     return dataclasses.replace(
         like,
@@ -230,5 +192,52 @@ def _measured(
         tflops=float(like.extra["flops"]) / us / 1e6,
         egress_GBps=float(like.extra["egress_bytes"]) / us / 1e3,
         ok=ok,
-        extra=extra,
+        extra={name: value for name, value in extra.items() if name != "predicted"},
     )
+
+
+def _grid_row(
+    task: Task,
+    times: dict[str, Timing],
+    ok: dict[str, bool],
+    traces: dict[str, dict[str, float]],
+) -> _report.Row:
+    """One row for all plans of a configuration: what `fit_simulator.py` reads."""
+    plans = [
+        {
+            "name": name,
+            "plan": list(dataclasses.astuple(plan)),
+            "us": round(times[name].us_median, 2),
+            "us_p10": round(times[name].us_p10, 2),
+            "ok": ok[name],
+            "trace": traces.get(name, {}),
+        }
+        for name, plan in task.plans.items()
+    ]
+    best = min(times.values(), key=lambda timing: timing.us_median)
+    return _report.Row(
+        GRID_OP,
+        "all",
+        task.config.key,
+        task.config.world,
+        best.us_median,
+        best.us_p10,
+        best.us_p90,
+        best.n,
+        ok=all(ok[name] for name in task.plans),
+        extra={"held_out": task.config.held_out, "plans": plans},
+    )
+
+
+def _line(rows: list[_report.Row]) -> str:
+    """A configuration in one line: measured, and in brackets predicted, us."""
+    arms = [row for row in rows if row.op != GRID_OP]
+    cells = (
+        f"{row.arm} {row.us_median:.0f}"
+        + (f" ({row.extra['predicted_us']:.0f})" if "predicted_us" in row.extra else "")
+        + ("" if row.ok else " WRONG")
+        for row in arms
+    )
+    shape = arms[0].shape
+    head = f"{shape['model']} T={shape['tokens']} {shape['remote_share']:g} {shape['routing']}"
+    return f"{head}: {', '.join(cells)}"

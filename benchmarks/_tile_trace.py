@@ -10,6 +10,7 @@ import torch
 
 _MATH_TRACKS = (1, 2)
 _TILE = 1
+_PROLOGUE, _TAIL, _COMBINE = 2, 4, 5
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
@@ -106,3 +107,27 @@ def decode(trace: torch.Tensor) -> TileTrace:
         hand_over_us=hand_over,
         clock_mhz=np.full(len(rows), cycles_per_us),
     )
+
+
+def phases_us(trace: torch.Tensor) -> dict[str, float]:
+    """Ends of a call's phases since its start, and the length of the combine; us, of this rank.
+
+    `counts_us`: counts of all sources known; `tiles_us`: the last CTA's tiles done; `signal_us`:
+    all ranks done, after that; `combine_us`.
+    """
+    rows = trace[:, 0].reshape(-1, trace.shape[-1]).cpu().numpy()
+    rows = rows[rows[:, 0] != 0]
+    if not len(rows):
+        return {}
+    origin = rows[:, 2].min()
+
+    def of(kind: int, column: int) -> float:
+        values = rows[rows[:, 0] == kind, column]
+        return float(values.max() - origin) / 1e3 if len(values) else float("nan")
+
+    return {
+        "counts_us": of(_PROLOGUE, 3),
+        "tiles_us": of(_TAIL, 2),
+        "signal_us": of(_TAIL, 3) - of(_TAIL, 2),
+        "combine_us": of(_COMBINE, 3) - of(_TAIL, 3),
+    }

@@ -7,8 +7,7 @@
 
 Every figure without a GPU is a prediction by the simulator and marked as such. Results are JSON
 lines under build/results/ (with --record those of the repository, benchmarks/results/), tables and
-pictures are made from them. An interrupted run goes on where it stopped with --resume. Measuring
-has been run by a test on CPU processes only, not yet on GPUs.
+pictures are made from them. An interrupted run goes on where it stopped with --resume.
 """
 
 from __future__ import annotations
@@ -40,6 +39,12 @@ from rich.table import Table
 from xstage_ext import machine
 
 BASELINE = "wave/st"
+FACTS = (
+    "held_out", "load_max_over_mean", "remote_share_drawn", "egress_bytes", "flops", "ceiling_us",
+    "ceiling_by", "compute_floor_us", "link_floor_us", "weights_floor_us", "real_link_floor_us",
+    "profile", "provenance",
+)  # fmt: skip
+"""What holds for every arm of a configuration; see `config_facts`."""
 PLAN_FIELDS = ("schedule", "store", "lead_blocks", "wave_blocks", "group_blocks", "slice_rows")
 
 console = Console(width=150 if not sys.stdout.isatty() else None)
@@ -268,6 +273,17 @@ def select(configs: list[Config], quick: bool, part: str | None) -> list[Config]
     return chosen[index - 1 :: count]
 
 
+def configs_named(configs: list[Config], only: str | None) -> list[Config]:
+    """Those whose numbers `only` lists; all of them for None and "predict"."""
+    if only in (None, "predict"):
+        return configs
+    try:
+        return [configs[int(number)] for number in only.split(",")]
+    except (ValueError, IndexError):
+        expected = f"predict or numbers of 0 to {len(configs) - 1}"
+        raise typer.BadParameter(f"only: expected {expected}, got {only}") from None
+
+
 def merge(name: str, folder: pathlib.Path) -> pathlib.Path:
     """Concatenate the parts of a run into one file."""
     parts = sorted(folder.glob(f"{name}.part-*.jsonl"))
@@ -302,20 +318,26 @@ def main(
     ] = None,
     resume: Annotated[bool, typer.Option(help="Keep what the result file has.")] = False,
     only: Annotated[
-        str | None, typer.Option(help="predict: no GPU even where there is one, no real layer.")
+        str | None,
+        typer.Option(
+            help="predict: no GPU even where there is one, no real layer. Or numbers of "
+            "configurations, e.g. 3,17."
+        ),
     ] = None,
     record: Annotated[
         bool, typer.Option(help="Write to benchmarks/results/ instead of build/results/.")
     ] = False,
     profile: Annotated[str | None, typer.Option(help="Profile name or JSON file.")] = None,
-    pairs: Annotated[int, typer.Option(help="Samples per arm and configuration.")] = 20,
+    pairs: Annotated[
+        tuple[int, int], typer.Option(help="Samples per arm, and per plan of the grid (0: none).")
+    ] = (20, 5),
     budget_s: Annotated[float, typer.Option(help="Stop before a configuration after this.")] = 480,
 ) -> None:
     """Run the sweep; see the text at the top of this file."""
-    if only not in (None, "predict"):
-        raise typer.BadParameter(f"only: expected predict, got {only}")
     configs = _sweep.load_configs()
-    measure = torch.cuda.is_available() and torch.cuda.device_count() >= 2 and only is None
+    wanted = configs_named(configs, only)
+    two_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= 2
+    measure = two_gpus and only != "predict"
     folder = _report.RESULTS if record else _report.LOCAL_RESULTS
     used = machine.load_here(profile) if measure else machine.load(profile)
     name = "sweep_84_quick" if quick else "sweep_84"
@@ -326,14 +348,15 @@ def main(
         return
     suffix = "" if part is None else f".part-{part.replace('/', '-of-')}"
     path = folder / f"{name}{suffix}.jsonl"
-    chosen = select(configs, quick, part)
+    chosen = select(wanted, quick, part)
     console.print(
         f"profile {used.name} ({used.provenance}): {used.source}", style="dim", highlight=False
     )
     if measure:
         import _sweep_gpu
 
-        _sweep_gpu.launch(chosen, used, path, resume=resume, pairs=pairs, budget_s=budget_s)
+        job = _sweep_gpu.Job(chosen, used, path, resume, *pairs, budget_s)
+        _sweep_gpu.launch(job)
     else:
         console.print("No pair of GPUs: every time below is PREDICTED by the simulator.")
         run_predictions(chosen, used, path, resume)

@@ -187,13 +187,14 @@ class Difference:
 
 
 def compare(result: torch.Tensor, reference: torch.Tensor, rtol: float, atol: float) -> Difference:
-    """Compare in float64; NaN or infinity where the reference is finite is wrong.
+    """Compare in float64, on the result's device; NaN where the reference is finite is wrong.
 
     `relative` is the Frobenius norm of the difference over that of the reference.
     """
     if result.shape != reference.shape:
         raise ValueError(f"compare: expected shape {reference.shape}, got {result.shape}")
-    got, wanted = result.detach().double().cpu(), reference.detach().double().cpu()
+    got = result.detach().double()
+    wanted = reference.detach().to(got.device).double()
     if wanted.numel() == 0:
         return Difference(0.0, 0.0, 0, None, True)
     error = (got - wanted).abs()

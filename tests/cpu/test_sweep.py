@@ -140,6 +140,7 @@ def _measure_rank(rank, store, folder):
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import _sweep
     import _sweep_gpu
+    from _sweep_case import Stages
 
     from xstage_ext import SymmetricWorkspace
     from xstage_ext.workspace import region_bytes
@@ -149,10 +150,11 @@ def _measure_rank(rank, store, folder):
     config = dataclasses.replace(
         _sweep.load_configs()[4], tokens=96, hidden=128, intermediate=64, num_experts=8, topk=3
     )
-    job = _sweep_gpu.Job([config], PROFILE, pathlib.Path(folder), False, 3, 1e9)
-    nbytes = region_bytes(p.bytes() for p in _sweep_gpu.distinct_plans(config, PROFILE))
+    job = _sweep_gpu.Job([config], PROFILE, pathlib.Path(folder), False, 3, 2, 1e9)
+    task = _sweep_gpu.task_of(config, job, predict=rank == 0)
+    nbytes = region_bytes(plan.bytes() for plan in task.plans.values())
     with SymmetricWorkspace(nbytes=nbytes, device="cpu") as workspace:
-        rows = _sweep_gpu.measure(config, rank, job, workspace)
+        rows = _sweep_gpu.measure(task, rank, job, workspace, Stages())
     if rank == 0:
         lines = [json.dumps(row.as_dict()) for row in rows]
         (pathlib.Path(folder) / "rows.jsonl").write_text("\n".join(lines))
@@ -165,7 +167,11 @@ def test_measuring_checks_and_times_every_arm(benchmarks, tmp_path):
 
     mp.spawn(_measure_rank, args=(str(tmp_path / "store"), str(tmp_path)), nprocs=2, join=True)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    *rows, grid = rows
     assert [row["arm"] for row in rows] == [*benchmarks("_sweep").ARMS, "serial"]
+    assert grid["op"] == "megamoe_plans"
+    assert len(grid["plans"]) >= len(benchmarks("_sweep").GRID)
+    assert all(plan["ok"] and plan["us"] >= plan["us_p10"] > 0 for plan in grid["plans"])
     for row in rows:
         assert row["ok"] is True
         assert row["n"] == 3
