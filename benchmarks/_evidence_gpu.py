@@ -1,90 +1,68 @@
-"""Runs the trace build of megamoe on two ranks and hands back the decoded tiles (evidence.py).
-
-Not run yet: it needs two GPUs.
-"""
+"""Traces megamoe's arms on two ranks and writes what the exhibits draw; see evidence.py."""
 
 from __future__ import annotations
 
-import dataclasses
-import pathlib
-import socket
-import tempfile
+from typing import Any
 
+import _report
 import _sweep
 import numpy as np
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from _tile_trace import TileTrace, decode
+from _ranks import on_ranks
+from _sweep_case import TRACE_RECORDS, Case
+from _tile_trace import TileTrace, decode, phases_us
 
 from xstage_ext import SymmetricWorkspace, machine
-from xstage_ext.planner import wire
 from xstage_ext.workspace import region_bytes
 
-RECORDS = 512
-"""Tiles per math warpgroup and call that the trace can hold."""
+SPAN_ARMS = ("wave/st", "interleaved/st", "wave", "interleaved")
+CONTROL = "local control"
+"""The plan of the first arm, all experts' rows kept at home: what a tile costs without a link."""
+FILE = "tile_traces.jsonl"
+OP = "megamoe_tiles"
+BIN_US = 10.0
 
 
-def trace_arms(
-    config: _sweep.Config, arms: list[str], profile: machine.MachineProfile, calls: int
-) -> dict[str, TileTrace]:
-    """Decoded trace of rank 0 by arm; the call before it was warm. Starts one process per rank."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (address, config, arms, profile, calls, folder)
-        mp.spawn(_rank, args=arguments, nprocs=config.world, join=True)
-        traces = {}
-        for number, arm in enumerate(arms):
-            with np.load(pathlib.Path(folder) / f"{number}.npz") as values:
-                traces[arm] = TileTrace(**{name: values[name] for name in values.files})
-    return traces
+def write_traces(config: _sweep.Config, profile: machine.MachineProfile, calls: int) -> None:
+    """Trace every arm after `calls` warm ones; rank 0 writes its tiles. One process per rank."""
+    on_ranks(config.world, _rank, config, profile, calls)
 
 
-def _rank(
-    rank: int,
-    address: str,
-    config: _sweep.Config,
-    arms: list[str],
-    profile: machine.MachineProfile,
-    calls: int,
-    folder: str,
-) -> None:
-    torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl", init_method=address, rank=rank, world_size=config.world,
-        device_id=torch.device("cuda", rank),
-    )  # fmt: skip
-    routing = config.draw()
-    ids = torch.from_numpy(routing.topk_idx[rank]).cuda()
-    weights = torch.from_numpy(routing.topk_weights[rank]).cuda()
-    local = config.num_experts // config.world
-    x = torch.randn(config.tokens, config.hidden, device="cuda").bfloat16()
-    shape = local, 2 * config.intermediate, config.hidden
-    w13 = torch.randn(shape, device="cuda", dtype=torch.bfloat16) / config.hidden**0.5
-    shape = local, config.hidden, config.intermediate
-    w2 = torch.randn(shape, device="cuda", dtype=torch.bfloat16) / config.intermediate**0.5
-    for number, arm in enumerate(arms):
-        control = arm == "local control"
-        plan = _sweep.plan_of(config, "wave/st" if control else arm, profile)
-        mine = ids % local + rank * local if control else ids
-        with SymmetricWorkspace(nbytes=region_bytes([plan.bytes()])) as workspace:
-            lease = workspace.channel(arm, plan.bytes())
-            words = plan.words()
-            digest = wire.digest(arm, words)
+def _rank(rank: int, config: _sweep.Config, profile: machine.MachineProfile, calls: int) -> None:
+    arms = dict(zip((*SPAN_ARMS, CONTROL), (*SPAN_ARMS, SPAN_ARMS[0]), strict=True))
+    plans = {name: _sweep.plan_of(config, arm, profile) for name, arm in arms.items()}
+    nbytes = region_bytes(plan.bytes() for plan in plans.values())
+    writer = _report.ResultWriter(FILE) if rank == 0 else None
+    with SymmetricWorkspace(nbytes=nbytes) as workspace:
+        case = Case(config, plans, rank, workspace)
+        remote = case.ids
+        local = remote % config.local_experts + rank * config.local_experts
+        for name in plans:
+            case.ids = local if name == CONTROL else remote
+            call = case.fused(name)
             for _ in range(calls):
-                torch.ops.xstage.megamoe(
-                    x, mine, weights, w13, w2, words, lease.words(digest), None, None, 1.0, None
-                )
-            _, trace = torch.ops.xstage.megamoe_traced(
-                x, mine, weights, w13, w2, words, lease.words(digest), RECORDS
-            )
-            torch.cuda.synchronize()
-            workspace.check()
-        if rank == 0:
-            tiles = decode(trace)
-            path = pathlib.Path(folder) / f"{number}.npz"
-            np.savez(path, **dataclasses.asdict(tiles))
-    dist.barrier()
-    dist.destroy_process_group()
+                call()
+            words = case.words(name)
+            _, trace = torch.ops.xstage.megamoe_traced(*case.tensors, *words, TRACE_RECORDS)
+            workspace.check(synchronize=True)
+            if writer is not None:
+                writer.write(_row(config, name, decode(trace), phases_us(trace)))
+        case.close()
+
+
+def _row(
+    config: _sweep.Config, arm: str, tiles: TileTrace, phases: dict[str, float]
+) -> _report.Row:
+    """The spans of Linear-2 tiles as percentiles, and the activity of the tensor cores."""
+    spans = tiles.of_phase(2).hand_over_us
+    p10, p50, p90 = np.percentile(spans, [10, 50, 90])
+    extra: dict[str, Any] = {
+        "index": config.index,
+        "percentiles_us": np.percentile(spans, range(101)).round(3).tolist(),
+        "bin_us": BIN_US,
+        "activity": tiles.activity(BIN_US).round(4).tolist(),
+        "kernel_clock_mhz": float(tiles.clock_mhz[0]),
+    }
+    return _report.Row(
+        OP, arm, config.key, config.world, p50, p10, p90, len(spans), extra=extra | phases
+    )

@@ -87,10 +87,11 @@ class Case:
 
     def fused(self, name: str) -> Call:
         """The operator with one of the plans."""
-        words, workspace = self._words(name)
+        words, workspace = self.words(name)
         return lambda: torch.ops.xstage.megamoe(*self.tensors, words, workspace)
 
-    def _words(self, name: str) -> tuple[list[int], list[int]]:
+    def words(self, name: str) -> tuple[list[int], list[int]]:
+        """Plan and workspace of a call."""
         words, lease = self.plans[name].words(), self.leases[name]
         return words, lease.words(wire.digest(name, words))
 
@@ -132,7 +133,7 @@ class Case:
 
     def spans(self, name: str) -> dict[str, float]:
         """What the trace build says of one call by a plan: this rank's tiles and phases, us."""
-        words, workspace = self._words(name)
+        words, workspace = self.words(name)
         _, trace = torch.ops.xstage.megamoe_traced(*self.tensors, words, workspace, TRACE_RECORDS)
         tiles = decode(trace)
         numbers = {"kernel_clock_mhz": float(tiles.clock_mhz[0]) if len(tiles.cta) else 0.0}

@@ -13,7 +13,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import socket
 import time
 
 import _report
@@ -21,7 +20,7 @@ import _sweep
 import sweep_84
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from _ranks import on_ranks
 from _sweep import ARMS, Config
 from _sweep_case import Case, Stages, distinct
 
@@ -72,15 +71,7 @@ class Task:
 
 def launch(job: Job) -> None:
     """Measure; starts one process per rank unless torchrun has done so."""
-    if "RANK" in os.environ:
-        _rank(int(os.environ["RANK"]), job, None)
-        if int(os.environ["RANK"]) != 0:
-            raise SystemExit(0)
-        return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    mp.spawn(_rank, args=(job, address), nprocs=job.configs[0].world, join=True)
+    on_ranks(job.configs[0].world, _rank, job)
 
 
 def task_of(config: Config, job: Job, predict: bool) -> Task:
@@ -106,16 +97,8 @@ def tasks_of(job: Job, rank: int) -> list[Task]:
         return list(threads.map(lambda config: task_of(config, job, rank == 0), missing))
 
 
-def _rank(rank: int, job: Job, address: str | None) -> None:
+def _rank(rank: int, job: Job) -> None:
     stages = Stages()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
-    torch.cuda.set_device(device)
-    world = job.configs[0].world
-    with stages("start"):
-        dist.init_process_group(
-            "nccl", init_method=address or "env://", rank=rank, world_size=world, device_id=device
-        )
-        dist.barrier()
     with stages("plan"):
         tasks = tasks_of(job, rank)
         dist.barrier()
@@ -128,7 +111,7 @@ def _rank(rank: int, job: Job, address: str | None) -> None:
         progress.disable = rank != 0
         bar = progress.add_task("measuring", total=len(tasks))
         for task in tasks:
-            late = torch.tensor(time.perf_counter() - start, device=device)
+            late = torch.tensor(time.perf_counter() - start, device=workspace.device)
             dist.all_reduce(late, dist.ReduceOp.MAX)
             if float(late) > job.budget_s:
                 break
@@ -141,7 +124,6 @@ def _rank(rank: int, job: Job, address: str | None) -> None:
             progress.advance(bar)
     if rank == 0:
         sweep_84.console.print(f"rank 0 spent: {stages}", highlight=False)
-    dist.destroy_process_group()
 
 
 def measure(

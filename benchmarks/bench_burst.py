@@ -7,7 +7,7 @@ A main loop of TMA loads and matrix products (csrc/burst/loop.cuh) runs on all S
 and sends a tile every N steps; the arms are interleaved round by round. `--pulls` adds reads of the
 next rank on the same egress, as a dispatch makes. A tile is checked against its product first.
 
-The operator has run on two H200 (docs/perf_log.md); this script has not been run to its end there.
+Run on two H200: docs/evidence/pacing.md.
 """
 
 from __future__ import annotations

@@ -33,12 +33,18 @@ def write(path, lines):
     path.write_text("\n".join(json.dumps(line) for line in lines) + "\n")
 
 
+FACTS = {"gpu": "NVIDIA H200", "driver": "580", "torch": "2.11.0", "world": 2, "n": 20} | {
+    "date": "2026-11-29T22:00:00+00:00",
+    "command": "python benchmarks/x.py",
+}
+
+
 def test_prediction_reports_median_error(evidence, tmp_path):
-    line = {"op": "megamoe", "n": 20, "arm": "wave", "us_median": 100.0}
+    line = FACTS | {"op": "megamoe", "arm": "wave", "us_median": 100.0, "held_out": False}
     ratios = (0.9, 1.0, 1.2)
     rows = [
         line | {"arm": arm, "predicted_us": 100.0 * r}
-        for arm in evidence._sweep.ARMS
+        for arm in evidence._exhibits._sweep.ARMS
         for r in ratios
     ]
     write(tmp_path / "sweep_84.jsonl", [*rows, line | {"n": 0, "predicted_us": 900.0}])
@@ -46,6 +52,7 @@ def test_prediction_reports_median_error(evidence, tmp_path):
     assert result.exit_code == 0, result.output
     page = (tmp_path / "evidence" / "prediction.md").read_text()
     assert "| wave | 3 | 10.0% | 19.0% | 0.0% |" in page
+    assert "2 x NVIDIA H200, driver 580; torch 2.11.0, 2026-11-29" in page
     assert (tmp_path / "evidence" / "prediction.png").is_file()
 
 
@@ -56,45 +63,89 @@ def test_prediction_refuses_without_measurements(evidence, tmp_path):
     assert "no measurements" in result.output
 
 
+def test_regret_of_the_planners_choice(evidence, tmp_path):
+    import dataclasses
+
+    exhibits = evidence._exhibits
+    config = exhibits._sweep.load_configs()[23]
+    chosen = exhibits.choose.choose(config.problem, PROFILE).plan
+    other = dataclasses.replace(chosen, x_ring_blocks=chosen.x_ring_blocks + 1)
+    plans = [
+        {"name": name, "plan": dataclasses.astuple(plan), "us": us, "ok": True}
+        for name, plan, us in (("ours", chosen, 102.0), ("other", other, 100.0))
+    ]
+    line = FACTS | {"op": "megamoe_plans", "arm": "all", "shape": config.key, "plans": plans}
+    write(tmp_path / "sweep_84.jsonl", [line])
+    result = CliRunner().invoke(evidence.app, ["regret"])
+    assert result.exit_code == 0, result.output
+    assert "| held out | 1 | 2.0% | 2.0% | 2.0% | 2.0% |" in result.output
+    assert f"| {config.name} | 2.0% | ours | other |" in result.output
+
+
 def test_attention_table(evidence, tmp_path):
-    shape = {"sequence": 4096, "head_dim": 128}
+    shape = {"name": "s4096", "rows": 4096, "heads": 12, "head_dim": 128, "causal": False}
+    times = {"fa3": 100.0, "fused": 104.0, "fused coupled": 120.0, "fa3 + a2a": 150.0}
     lines = [
-        {"op": "fa3_a2a", "n": 20, "arm": arm, "shape": shape, "us_median": us}
-        for arm, us in (("attention", 100.0), ("serial", 150.0), ("fused", 120.0))
+        FACTS | {"op": "attention_a2a", "arm": arm, "shape": shape, "us_median": us}
+        for arm, us in times.items()
     ]
     write(tmp_path / "attention.jsonl", lines)
     result = CliRunner().invoke(evidence.app, ["attention"])
     assert result.exit_code == 0, result.output
-    assert "| 100.0 | 150.0 | 120.0 | 1.250x |" in result.output
+    assert "| s4096 12x128 | 4096 | 100.0 | +4.0 | - | +20.0 | +50.0 | - |" in result.output
+    expected = evidence._exhibits.predicted_overheads_us(shape, 2, PROFILE)
+    assert 0 < expected["fused"] < expected["coupled"]
 
 
-def test_predicted_spans_and_activity(evidence, tmp_path):
-    config = evidence._sweep.load_configs()[21]
-    remote = evidence.predicted_spans(config, "wave/st", PROFILE, local=False)
-    local = evidence.predicted_spans(config, "wave/st", PROFILE, local=True)
-    spans = evidence.simulated_spans_us(remote)
-    assert np.median(spans) > np.median(evidence.simulated_spans_us(local))
-    assert local.store_bytes == 0.0
-    tiles = {name: remote.tiles[:, i] for i, name in enumerate(simulate.TILE_COLUMNS)}
-    whole = tiles["worker"].astype(np.int64)
-    trace = importlib.import_module("_tile_trace").TileTrace(
-        cta=whole,
-        group=np.zeros_like(whole),
-        phase=tiles["phase"].astype(np.int64),
-        block=tiles["block"].astype(np.int64),
-        n=tiles["n"].astype(np.int64),
-        begin_us=tiles["main_begin_us"] - tiles["main_begin_us"].min(),
-        end_us=tiles["end_us"] - tiles["main_begin_us"].min(),
-        first_wait_us=np.zeros(len(whole)),
-        stage_wait_us=np.zeros(len(whole)),
-        hand_over_us=tiles["end_us"] - tiles["store_begin_us"],
-        clock_mhz=np.full(len(whole), 1980.0),
-    )
-    evidence._draw_activity(config, dict.fromkeys(evidence.SPAN_ARMS, trace), PROFILE)
-    page = (tmp_path / "evidence" / "timeline.md").read_text()
-    row = next(line for line in page.splitlines() if line.startswith("| wave/st |"))
-    seen, _, predicted = row.split("|")[2:5]
-    assert seen.strip() == predicted.strip()
+def test_pacing_table(evidence, tmp_path):
+    shape = {"tile_bytes": 32768, "steps": 32, "repeats": 2, "pulls": 0}
+    line = FACTS | {"op": "burst_loop", "shape": shape, "load_wait_max_us": 3.0}
+    lines = [
+        line | {"arm": arm, "us_median": us, "over_no_store": us / 20 - 1, "egress_GBps": 200.0}
+        | {"load_wait_p99_us": wait}
+        for arm, us, wait in (("none", 20.0, 0.1), ("bulk", 21.0, 2.5))
+    ]  # fmt: skip
+    write(tmp_path / "burst_loop.jsonl", lines)
+    result = CliRunner().invoke(evidence.app, ["pacing"])
+    assert result.exit_code == 0, result.output
+    assert "| bulk | 21.00 | +5.0% | 200 | 2.50 | 3.00 |" in result.output
+
+
+def tile_lines(exhibits):
+    """Lines as the GPU writes them, from the simulator's own tiles."""
+    lines = []
+    for arm in ("wave/st", "interleaved/st", "local control"):
+        result = exhibits.simulated(arm, 21, PROFILE)
+        spans = exhibits.simulated_spans_us(result)
+        column = {name: i for i, name in enumerate(simulate.TILE_COLUMNS)}
+        begin, end = (result.tiles[:, column[c]] for c in ("main_begin_us", "store_begin_us"))
+        start = begin.min()
+        activity = exhibits.busy_share(begin - start, end - start, len(result.workers), 10.0)
+        line = {"op": "megamoe_tiles", "arm": arm, "index": 21, "bin_us": 10.0}
+        line |= {"percentiles_us": np.percentile(spans, range(101)).tolist()}
+        lines.append(FACTS | line | {"activity": activity.tolist(), "kernel_clock_mhz": 1980.0})
+    return lines
+
+
+def test_spans_and_timeline_show_predictions_beside_what_was_seen(evidence, tmp_path):
+    write(tmp_path / "tile_traces.jsonl", tile_lines(evidence._exhibits))
+    for name in ("spans", "timeline"):
+        result = CliRunner().invoke(evidence.app, [name])
+        assert result.exit_code == 0, result.output
+    rows = (tmp_path / "evidence" / "spans.md").read_text().splitlines()
+    cells = [row.split(" | ") for row in rows if row.startswith(("| wave/st", "| local"))]
+    assert len(cells) == 2
+    for _, median, _, p90, _, predicted, predicted_p90, _ in cells:
+        assert (median, p90) == (predicted, predicted_p90)
+    assert float(cells[0][1]) > float(cells[1][1])  # the link costs something
+    rows = (tmp_path / "evidence" / "timeline.md").read_text().splitlines()
+    row = next(row for row in rows if row.startswith("| wave/st"))
+    assert row.split(" | ")[1] == row.split(" | ")[-1].strip(" |")
+
+
+def test_longest_run(evidence):
+    assert evidence._exhibits.longest(np.array([True, True, False, True])) == 2
+    assert evidence._exhibits.longest(np.array([], dtype=bool)) == 0
 
 
 @pytest.fixture

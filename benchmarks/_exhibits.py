@@ -1,0 +1,375 @@
+"""Tables and pictures of the exhibits, from result lines alone; see evidence.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import _sweep
+import matplotlib
+import numpy as np
+import numpy.typing as npt
+from _tile_trace import busy_share
+
+from xstage_ext import machine, simulate
+from xstage_ext.model import BurstGap
+from xstage_ext.planner import attention_choice, choose
+from xstage_ext.planner.megamoe import SCHEDULES, MegaMoePlan
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+Line = Mapping[str, Any]
+Table = tuple[Sequence[str], list[Sequence[str]]]
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclasses.dataclass(frozen=True)
+class Exhibit:
+    """What a page shows."""
+
+    text: str
+    tables: list[Table]
+    figure: Any
+
+
+def by_arm(lines: Sequence[Line]) -> dict[str, dict[str, Line]]:
+    """Lines by shape, then arm; a later line replaces an earlier one."""
+    found: dict[str, dict[str, Line]] = {}
+    for line in lines:
+        found.setdefault(str(line["shape"]), {})[line["arm"]] = line
+    return found
+
+
+# --- 1 and 2: the kernel's tiles ----------------------------------------------------------------
+
+
+def simulated(arm: str, index: int, profile: machine.MachineProfile) -> simulate.Simulation:
+    """A traced simulation of an arm of the sweep; "local control" keeps every row at home."""
+    config = _sweep.load_configs()[index]
+    load = _sweep.load_of(config, config.draw())
+    counts = load.counts
+    if arm == "local control":
+        counts = np.zeros_like(counts)
+        counts[load.rank] = load.counts.sum(axis=0)
+    plan = _sweep.plan_of(config, arm if arm in _sweep.ARMS else "wave/st", profile)
+    return simulate.simulate_megamoe(
+        plan, counts, profile, rank=load.rank, trace=True, num_tokens=config.tokens
+    )
+
+
+def simulated_spans_us(result: simulate.Simulation) -> FloatArray:
+    """Hand-over of every Linear-2 tile: epilogue and what the stores hold up."""
+    column = {name: i for i, name in enumerate(simulate.TILE_COLUMNS)}
+    second = result.tiles[result.tiles[:, column["phase"]] == 2]
+    span = second[:, column["end_us"]] - second[:, column["store_begin_us"]]
+    return np.asarray(span + simulate.Assumptions().epilogue2_us)
+
+
+def spans(lines: Sequence[Line], profile: machine.MachineProfile) -> Exhibit:
+    """Distribution of the hand-over of Linear-2 tiles by arm, measured and predicted."""
+    figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
+    rows: list[Sequence[str]] = []
+    for place, line in enumerate(lines):
+        predicted = simulated_spans_us(simulated(line["arm"], line["index"], profile))
+        percent = line["percentiles_us"]
+        box = {name: percent[q] for name, q in zip(BOX, (5, 25, 50, 75, 95), strict=True)}
+        axes.bxp([box], positions=[place], widths=0.5, showfliers=False)
+        axes.plot(place, np.median(predicted), "D", color="tab:red")
+        q50, q90 = np.percentile(predicted, [50, 90])
+        cells = (percent[50], percent[10], percent[90], percent[100], q50, q90)
+        clock = f"{line['kernel_clock_mhz']:.0f}"
+        rows.append([line["arm"], *(f"{value:.2f}" for value in cells), clock])
+    axes.set_xticks(range(len(lines)), [line["arm"] for line in lines])
+    axes.plot([], [], "D", color="tab:red", label="predicted median")
+    axes.legend()
+    axes.set_ylabel("hand-over of a Linear-2 tile, us (box: quartiles, whiskers 5 to 95%)")
+    head = ["arm", "median us", "p10", "p90", "max", "predicted median", "predicted p90", "MHz"]
+    return Exhibit(_about(lines[0], profile), [(head, rows)], figure)
+
+
+BOX = ("whislo", "q1", "med", "q3", "whishi")
+
+
+def _about(line: Line, profile: machine.MachineProfile) -> str:
+    config = _sweep.load_configs()[line["index"]]
+    return (
+        f"{config.name}, rank 0 of {config.world}, one traced call per arm behind warm ones. "
+        f"Predictions: the simulator with profile {profile.name} ({profile.provenance})."
+    )
+
+
+def timeline(lines: Sequence[Line], profile: machine.MachineProfile) -> Exhibit:
+    """Share of the math warpgroups inside a main loop, and how long it is low."""
+    lines = [line for line in lines if line["arm"] in _sweep.ARMS]
+    figure, panels = plt.subplots(
+        len(lines), 1, figsize=(10, 2 * len(lines)), sharex=True, layout="constrained"
+    )
+    column = {name: i for i, name in enumerate(simulate.TILE_COLUMNS)}
+    rows: list[Sequence[str]] = []
+    for axes, line in zip(panels, lines, strict=True):
+        seen, width = np.array(line["activity"]), line["bin_us"]
+        result = simulated(line["arm"], line["index"], profile)
+        begin, end = (result.tiles[:, column[c]] for c in ("main_begin_us", "store_begin_us"))
+        start = float(begin.min())
+        predicted = busy_share(begin - start, end - start, len(result.workers), width)
+        axes.fill_between(np.arange(len(seen)) * width, seen, step="post", alpha=0.6)
+        axes.step(np.arange(len(predicted)) * width, predicted, where="post", color="tab:red")
+        axes.set_ylabel(line["arm"])
+        axes.set_ylim(0, 1.05)
+        low = seen[:-1] < LOW
+        cells = [f"{seen.mean():.0%}", f"{low.mean():.0%}", f"{width * longest(low):.0f}"]
+        rows.append([line["arm"], *cells, f"{width * len(seen):.0f}", f"{predicted.mean():.0%}"])
+    panels[-1].set_xlabel("us since the first tile; red: predicted")
+    head = ["arm", "in a main loop", f"time below {LOW:.0%}", "longest such interval us"]
+    head += ["tiles us", "predicted in a main loop"]
+    return Exhibit(_about(lines[0], profile), [(head, rows)], figure)
+
+
+LOW = 0.6
+"""Activity that counts as low: epilogues alone keep it near 0.9."""
+
+
+def longest(flags: npt.NDArray[np.bool_]) -> int:
+    """Length of the longest run of true values."""
+    best = run = 0
+    for flag in flags:
+        run = run + 1 if flag else 0
+        best = max(best, run)
+    return best
+
+
+# --- 3: attention -------------------------------------------------------------------------------
+
+
+def attention(lines: Sequence[Line], profile: machine.MachineProfile) -> Exhibit:
+    """Time over attention alone, measured and predicted, with the completion-coupled arm."""
+    complete = [
+        arms for arms in by_arm(lines).values() if {"fa3", "fused", "fused coupled"} <= set(arms)
+    ]
+    rows: list[Sequence[str]] = []
+    series: dict[str, list[tuple[int, float]]] = {}
+    for arms in sorted(complete, key=lambda arms: int(arms["fa3"]["shape"]["rows"])):
+        alone = arms["fa3"]
+        shape = alone["shape"]
+        expected = predicted_overheads_us(shape, alone["world"], profile)
+        seen = {name: arms[name]["us_median"] - alone["us_median"] for name in arms}
+        cells = [f"{seen[n]:+.1f}" if n in seen else "-" for n in OVERHEADS]
+        cells += [f"{value:+.1f}" for value in expected.values()]
+        rows.append([f"{shape['name']} {shape['heads']}x{shape['head_dim']}",
+                     str(shape["rows"]), f"{alone['us_median']:.1f}", *cells])  # fmt: skip
+        if shape["name"] == f"s{shape['rows']}":
+            for name in OVERHEADS:
+                if name in seen:
+                    share = seen[name] / alone["us_median"]
+                    series.setdefault(name, []).append((shape["rows"], share))
+            for name, value in expected.items():
+                share = value / alone["us_median"]
+                series.setdefault(f"predicted {name}", []).append((shape["rows"], share))
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    for name, points in series.items():
+        style = "--" if name.startswith("predicted") else "o-"
+        axes.plot(*zip(*points, strict=True), style, label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("symlog", linthresh=0.01)
+    axes.set_xlabel("rows of the sequence (12 heads of 128 per rank)")
+    axes.set_ylabel("time over attention alone, share of it")
+    axes.legend()
+    head = ["problem", "rows", "attention us", *OVERHEADS, *(f"predicted {n}" for n in PREDICTED)]
+    text = "Microseconds over attention alone until the result has arrived (receiver-ready)."
+    return Exhibit(text, [(head, rows)], figure)
+
+
+OVERHEADS = ("fused", "fused paced", "fused coupled", "fa3 + a2a", "fa3 + nccl")
+PREDICTED = ("fused", "coupled", "serial")
+
+
+def predicted_overheads_us(
+    shape: Line, world: int, profile: machine.MachineProfile
+) -> dict[str, float]:
+    """By the law: fused, coupled (every tile waits until it is visible), serial."""
+    rows = tuple(shape["rows"] // world + (r < shape["rows"] % world) for r in range(world))
+    heads = shape["heads"] * world
+    problem = attention_choice.AttentionProblem(
+        heads, heads, shape["head_dim"], rows, causal=shape["causal"]
+    )
+    told = attention_choice.decide(problem, profile).predicted_us
+    tiles = attention_choice._Tiles.of(problem, profile)
+    law = BurstGap.of(
+        profile.mechanism("tma"), profile.gpu.num_sms, tiles.bytes,
+        remote_share=1.0 - 1.0 / world, both_directions=True,
+    )  # fmt: skip
+    # The waits of all tiles but the last; its own are in the fused arm's time too.
+    waits = (tiles.per_sm - 1) * float(law.completion_coupled(tiles.us))
+    fused = told["fused"] - told["attention"]
+    serial = told["serial"] - told["attention"]
+    return dict(zip(PREDICTED, (fused, fused + waits, serial), strict=True))
+
+
+# --- 4: pacing ----------------------------------------------------------------------------------
+
+
+def pacing(lines: Sequence[Line], sweep: Sequence[Line], attention: Sequence[Line]) -> Exhibit:
+    """Cost of sending by way of sending, and what a load waits for, in the probe's main loop."""
+    shapes = by_arm(lines)
+    figure, panels = plt.subplots(2, 1, figsize=(10, 8), sharex=True, layout="constrained")
+    arms = [arm for arm in dict.fromkeys(line["arm"] for line in lines) if arm != "none"]
+    tables: list[Table] = []
+    for number, found in enumerate(shapes.values()):
+        shape, free = found["none"]["shape"], found["none"]["us_median"]
+        label = f"{shape['tile_bytes'] >> 10} KiB per {free:.1f} us"
+        label += f", {shape['pulls']} SMs of the peer pulling" if shape["pulls"] else ""
+        rows = []
+        for arm in arms:
+            line = found[arm]
+            p99, most = line["load_wait_p99_us"], line["load_wait_max_us"]
+            rows.append([arm, f"{line['us_median']:.2f}", f"{line['over_no_store']:+.1%}",
+                         f"{line['egress_GBps']:.0f}", f"{p99:.2f}", f"{most:.2f}"])  # fmt: skip
+        head = [label, "us per tile", "over sending nothing", "GB/s", "load waits p99 us", "max"]
+        tables.append((head, rows))
+        offset = (number - len(shapes) / 2) * 0.1
+        place = np.arange(len(arms)) + offset
+        for axes, key, scale in zip(
+            panels, ("over_no_store", "load_wait_p99_us"), (100.0, 1.0), strict=True
+        ):
+            axes.bar(place, [scale * found[arm][key] for arm in arms], 0.1, label=label)
+    panels[0].set_ylabel("% over the loop that sends nothing")
+    panels[0].set_yscale("symlog", linthresh=1.0)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
+    panels[1].set_ylabel("a load waits, us (p99)")
+    panels[1].set_yscale("log")
+    panels[1].set_xticks(range(len(arms)), arms, rotation=40, ha="right", fontsize=8)
+    text = (
+        "All SMs of one GPU multiply and send an output tile to the other GPU every few steps. A "
+        "burst casts a shadow: loads behind it wait until it has left. Slices over the next "
+        "tile's main loop do not, as long as the link carries the mean. Below: the same choice in "
+        "both kernels."
+    )
+    return Exhibit(text, tables + _in_megamoe(sweep) + _in_attention(attention), figure)
+
+
+STORES = {
+    "st": {"store": 0, "slice_rows": 4},
+    "bulk burst": {"store": 1, "slice_rows": 4},
+    "paced, 1 row per warp": {"store": 2, "slice_rows": 1},
+    "paced, 4 rows per warp": {"store": 2, "slice_rows": 4},
+}
+
+
+def _in_megamoe(lines: Sequence[Line]) -> list[Table]:
+    """Time over that of the same plan with bulk bursts, by way of storing and schedule."""
+    ratios: dict[tuple[int, str], list[float]] = {}
+    for line in lines:
+        times = {MegaMoePlan(*p["plan"]): p["us"] for p in line["plans"]}
+        for plan in times:
+            if plan.store != STORES["bulk burst"]["store"]:
+                continue
+            for name, fields in STORES.items():
+                other = dataclasses.replace(plan, **fields)
+                if other in times:
+                    ratio = times[other] / times[plan]
+                    ratios.setdefault((plan.schedule, name), []).append(ratio)
+    rows: list[Sequence[str]] = []
+    for (schedule, name), found in sorted(ratios.items()):
+        p10, p90 = np.percentile(found, [10, 90])
+        cells = (_sweep.geometric_mean(found), p10, p90)
+        label = f"{SCHEDULES[schedule]}, {name}"
+        rows.append([label, str(len(found)), *(f"{value:.3f}" for value in cells)])
+    head = ["megamoe, time over bulk bursts", "configurations", "mean", "p10", "p90"]
+    return [(head, rows)] if rows else []
+
+
+def _in_attention(lines: Sequence[Line]) -> list[Table]:
+    """The attention kernel's own time by way of storing, beside attention that stores at home."""
+    rows: list[Sequence[str]] = []
+    for arms in by_arm(lines).values():
+        if {"fa3", *FUSED} <= set(arms):
+            times = [arms["fa3"]["us_median"], *(arms[name]["sender_us"] for name in FUSED)]
+            rows.append([arms["fa3"]["shape"]["name"], *(f"{us:.1f}" for us in times)])
+    head = ["attention kernel, us", "at home", "whole tiles", "paced", "waits until visible"]
+    return [(head, rows)] if rows else []
+
+
+FUSED = ("fused", "fused paced", "fused coupled")
+
+
+# --- 6: the sweep -------------------------------------------------------------------------------
+
+
+def prediction(lines: Sequence[Line]) -> Exhibit:
+    """The simulator's time over the clock's, by arm and by whether the shape was fitted to."""
+    figure, axes = plt.subplots(figsize=(6.5, 6), layout="constrained")
+    rows: list[Sequence[str]] = []
+    for arm in _sweep.ARMS:
+        mine = [line for line in lines if line["arm"] == arm]
+        seen = np.array([line["us_median"] for line in mine])
+        ratio = np.array([line["predicted_us"] for line in mine]) / seen
+        axes.plot(seen, ratio, "o", markersize=4, label=arm)
+        rows.append([arm, *_errors(ratio)])
+    fused = [line for line in lines if line["arm"] in _sweep.ARMS]
+    for held_out, label in (
+        (False, "all arms, fitted shapes"),
+        (True, "all arms, held-out shapes"),
+    ):
+        mine = [line for line in fused if line["held_out"] == held_out]
+        if mine:
+            ratio = np.array([line["predicted_us"] / line["us_median"] for line in mine])
+            rows.append([label, *_errors(ratio)])
+    ratio = np.array([line["predicted_us"] / line["us_median"] for line in fused])
+    rows.append(["**all**", *_errors(ratio)])
+    axes.axhline(1.0, color="0.3", linewidth=0.8)
+    axes.set_xscale("log")
+    axes.set_xlabel("measured, us")
+    axes.set_ylabel("predicted / measured")
+    axes.legend(fontsize=8)
+    head = ["arm", "configurations", "median error", "95%", "bias"]
+    return Exhibit("", [(head, rows)], figure)
+
+
+def _errors(ratio: FloatArray) -> list[str]:
+    error = np.abs(ratio - 1.0)
+    cells = (np.median(error), np.percentile(error, 95), np.median(ratio) - 1.0)
+    return [str(len(ratio)), *(f"{value:.1%}" for value in cells)]
+
+
+def regret(lines: Sequence[Line], profile: machine.MachineProfile) -> Exhibit:
+    """What the planner's choice costs over the best measured plan, fitted and held-out shapes."""
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    costs: dict[bool, list[tuple[float, str, str, str]]] = {False: [], True: []}
+    for config, line in _with_configs(lines):
+        times = {tuple(p["plan"]): p["us"] for p in line["plans"]}
+        names = {tuple(p["plan"]): p["name"] for p in line["plans"]}
+        chosen = dataclasses.astuple(choose.choose(config.problem, profile).plan)
+        if chosen not in times:
+            raise SystemExit(f"{config.name}: the planner's choice was not measured: {chosen}")
+        best = min(times, key=lambda plan: times[plan])
+        cost = times[chosen] / times[best] - 1.0
+        costs[config.held_out].append((cost, config.name, names[chosen], names[best]))
+    summary: list[Sequence[str]] = []
+    for held_out, label in ((False, "fitted"), (True, "held out")):
+        found = sorted(costs[held_out])
+        if found:
+            values = np.array([cost for cost, *_ in found])
+            axes.plot(np.linspace(0, 1, len(values)), values * 100, "o-", label=label)
+            cells = (np.median(values), np.mean(values), np.percentile(values, 90), values.max())
+            summary.append([label, str(len(values)), *(f"{value:.1%}" for value in cells)])
+    axes.set_xlabel("share of the configurations")
+    axes.set_ylabel("% over the best measured plan")
+    axes.legend()
+    worst = sorted([*costs[False], *costs[True]], reverse=True)[:10]
+    rows = [[name, f"{cost:.1%}", chosen, best] for cost, name, chosen, best in worst]
+    head = ["shapes", "configurations", "median", "mean", "90%", "worst"]
+    tables: list[Table] = [(head, summary)]
+    tables.append((["worst configurations", "regret", "chosen", "best"], rows))
+    text = (
+        f"Each configuration was measured with {len(lines[0]['plans'])} plans or a few less. "
+        "Nothing of the held-out shapes was used to fit the planner or the simulator."
+    )
+    return Exhibit(text, tables, figure)
+
+
+def _with_configs(lines: Sequence[Line]) -> list[tuple[_sweep.Config, Line]]:
+    by_key = {json.dumps(config.key): config for config in _sweep.load_configs()}
+    return [(by_key[json.dumps(line["shape"])], line) for line in lines]
