@@ -32,23 +32,27 @@ ARMS: dict[str, dict[str, int]] = {
 experiment); without it the planner also picks the best asynchronous way to store."""
 
 GRID: dict[str, dict[str, int]] = {
-    "wave st 32": {"schedule": 0, "store": 0, "wave_blocks": 32},
     "wave st 64": {"schedule": 0, "store": 0, "wave_blocks": 64},
+    "wave st 96": {"schedule": 0, "store": 0, "wave_blocks": 96},
     "wave st 128": {"schedule": 0, "store": 0, "wave_blocks": 128},
-    "wave st 64 g8": {"schedule": 0, "store": 0, "wave_blocks": 64, "group_blocks": 8},
-    "wave bulk 64": {"schedule": 0, "store": 1, "wave_blocks": 64},
+    "wave st 128 ring 128": {"schedule": 0, "store": 0, "wave_blocks": 128, "x_ring_blocks": 128},
+    "wave bulk 128": {"schedule": 0, "store": 1, "wave_blocks": 128},
     "wave paced1 64": {"schedule": 0, "store": 2, "slice_rows": 1, "wave_blocks": 64},
-    "wave paced4 64": {"schedule": 0, "store": 2, "slice_rows": 4, "wave_blocks": 64},
-    "wave st 64 early": {"schedule": 0, "store": 0, "wave_blocks": 64, "combine": 1},
+    "wave paced1 128": {"schedule": 0, "store": 2, "slice_rows": 1, "wave_blocks": 128},
     "inter st 16": {"schedule": 1, "store": 0, "lead_blocks": 16},
     "inter st 32": {"schedule": 1, "store": 0, "lead_blocks": 32},
     "inter st 48": {"schedule": 1, "store": 0, "lead_blocks": 48},
+    "inter st 64": {"schedule": 1, "store": 0, "lead_blocks": 64},
+    "inter st 32 ring 128": {"schedule": 1, "store": 0, "lead_blocks": 32, "x_ring_blocks": 128},
+    "inter st 16 g8": {"schedule": 1, "store": 0, "lead_blocks": 16, "group_blocks": 8},
     "inter st 24 g8": {"schedule": 1, "store": 0, "lead_blocks": 24, "group_blocks": 8},
     "inter bulk 32": {"schedule": 1, "store": 1, "lead_blocks": 32},
     "inter paced1 32": {"schedule": 1, "store": 2, "slice_rows": 1, "lead_blocks": 32},
-    "inter paced4 32": {"schedule": 1, "store": 2, "slice_rows": 4, "lead_blocks": 32},
-    "inter st 32 early": {"schedule": 1, "store": 0, "lead_blocks": 32, "combine": 1},
-}
+    "inter paced1 48": {"schedule": 1, "store": 2, "slice_rows": 1, "lead_blocks": 48},
+    "inter paced1 24 g8": {
+        "schedule": 1, "store": 2, "slice_rows": 1, "lead_blocks": 24, "group_blocks": 8,
+    },
+}  # fmt: skip
 """Plans that are measured beside the arms: what the planner is fitted to, and judged by."""
 
 
@@ -265,7 +269,7 @@ def plan_of(config: Config, arm: str, profile: machine.MachineProfile) -> MegaMo
 def grid_plan(config: Config, name: str, profile: machine.MachineProfile) -> MegaMoePlan:
     """A plan of `GRID`; waves and leads no longer than the load."""
     blocks = max(1, config.tokens * config.topk // 128)
-    fields = dict(GRID[name])
+    fields = {"group_blocks": 16} | GRID[name]
     for distance in ("wave_blocks", "lead_blocks"):
         if distance in fields:
             fields[distance] = min(fields[distance], blocks)

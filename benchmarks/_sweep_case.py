@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
@@ -15,7 +16,7 @@ from _tile_trace import decode, phases_us
 from xstage_ext import SymmetricWorkspace, reference
 from xstage_ext.planner import wire
 from xstage_ext.planner.megamoe import MegaMoePlan
-from xstage_ext.testing import compare
+from xstage_ext.testing import Timing, compare, time_arms
 
 TOLERANCE = {"rtol": 2e-2, "atol": 2e-2}
 MOST_RELATIVE = 8e-3
@@ -161,6 +162,21 @@ class Case:
         """Give the channels back; all ranks, when idle."""
         for lease in self.leases.values():
             lease.release()
+
+
+def time_shuffled(calls: Mapping[str, Call], pairs: int) -> dict[str, Timing]:
+    """As `time_arms`, every round in an order of its own: many plans, and clocks that remember.
+
+    Power limits act over tens of milliseconds, so a plan is as fast as those before it allow.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(pairs):
+        order = list(calls)
+        random.Random(number).shuffle(order)  # the same on every rank
+        round_ = time_arms({name: calls[name] for name in order}, pairs=1, warmup=0)
+        for name, timing in round_.items():
+            samples[name] += timing.samples_us
+    return {name: Timing.of(values) for name, values in samples.items()}
 
 
 def distinct(named: Iterable[tuple[str, MegaMoePlan]]) -> dict[str, MegaMoePlan]:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from _ranks import on_ranks
 from _sweep import ARMS, Config
-from _sweep_case import Case, Stages, distinct
+from _sweep_case import Case, Stages, distinct, time_shuffled
 
 from xstage_ext import SymmetricWorkspace, machine
 from xstage_ext.planner.megamoe import MegaMoePlan
@@ -139,7 +139,7 @@ def measure(
         arms = {name: calls[name] for name in task.timed} | {"serial": case.serial}
         times = time_arms(arms, pairs=job.pairs, warmup=1)
     with stages("grid"):
-        grid = time_arms(calls, pairs=job.grid_pairs, warmup=0) if job.grid_pairs else {}
+        grid = time_shuffled(calls, job.grid_pairs) if job.grid_pairs else {}
     with stages("trace"):
         traces = {name: case.spans(name) for name in task.timed} if _traces(workspace) else {}
     workspace.check(synchronize=True)

@@ -170,7 +170,7 @@ def test_measuring_checks_and_times_every_arm(benchmarks, tmp_path):
     *rows, grid = rows
     assert [row["arm"] for row in rows] == [*benchmarks("_sweep").ARMS, "serial"]
     assert grid["op"] == "megamoe_plans"
-    assert len(grid["plans"]) >= len(benchmarks("_sweep").GRID)
+    assert len({tuple(plan["plan"]) for plan in grid["plans"]}) == len(grid["plans"]) > 3
     assert all(plan["ok"] and plan["us"] >= plan["us_p10"] > 0 for plan in grid["plans"])
     for row in rows:
         assert row["ok"] is True
