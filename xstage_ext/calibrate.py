@@ -112,6 +112,19 @@ def producers_for(num_sms: int) -> tuple[int, ...]:
     return (1, 2, 4, 8, round(num_sms / 4), num_sms // 2, num_sms)
 
 
+def drained_bytes(K: int, num_sms: int) -> list[int]:
+    """Sizes beyond `FIT_BYTES` whose time until visible is long enough for a slope of 1%.
+
+    Volumes are half, five eighths and all of what all SMs send with 128 KiB each. Fewer than a
+    quarter of the SMs do not fill the link, and their slope needs no more.
+    """
+    if K < num_sms // 4:
+        return []
+    most = num_sms * FIT_BYTES[-1] // K
+    sizes = {most * part // 8 // (8 * KIB) * (8 * KIB) for part in (4, 5, 8)}
+    return sorted(sizes - set(FIT_BYTES))
+
+
 def fitted_points(num_sms: int) -> list[tuple[str, Point]]:
     """(kind, point) of everything that the leading rank measures alone, without the shadow."""
     points: list[tuple[str, Point]] = []
@@ -128,6 +141,8 @@ def fitted_points(num_sms: int) -> list[tuple[str, Point]]:
         for K in producers:
             for nbytes in (32 * KIB, 64 * KIB, 128 * KIB):
                 points.append(("train", Point(mechanism, K, nbytes)))
+            for nbytes in drained_bytes(K, num_sms):
+                points.append(("isolated", Point(mechanism, K, nbytes, fence=True)))
         for nbytes in (32 * KIB, 64 * KIB):
             for gap in (2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 17.0, 20.0, 25.0, 30.0):
                 points.append(("train", Point(mechanism, num_sms, nbytes, gap_us=gap)))
