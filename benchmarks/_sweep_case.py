@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from _tile_trace import decode, phases_us
 from xstage_ext import SymmetricWorkspace, reference
 from xstage_ext.planner import wire
 from xstage_ext.planner.megamoe import MegaMoePlan
-from xstage_ext.testing import Timing, compare, time_arms
+from xstage_ext.testing import compare, time_arms
 
 TOLERANCE = {"rtol": 2e-2, "atol": 2e-2}
 MOST_RELATIVE = 8e-3
@@ -164,19 +164,31 @@ class Case:
             lease.release()
 
 
-def time_shuffled(calls: Mapping[str, Call], pairs: int) -> dict[str, Timing]:
-    """As `time_arms`, every round in an order of its own: many plans, and clocks that remember.
+NEAR = 1.06
+"""Plans within this factor of the fastest are measured on."""
 
-    Power limits act over tens of milliseconds, so a plan is as fast as those before it allow.
+
+def time_plans(
+    calls: Mapping[str, Call], rounds: int, always: Collection[str]
+) -> dict[str, list[float]]:
+    """Samples of many plans, us: `rounds` of all, then three times as many of the fast ones.
+
+    Every round runs in an order of its own: power limits act over tens of milliseconds, so that a
+    plan is as fast as those before it allow. Plans in `always` stay whatever they take.
     """
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(pairs):
-        order = list(calls)
+    chosen = list(calls)
+    for number in range(4 * rounds):
+        if number == rounds:
+            medians = {name: float(np.median(seen)) for name, seen in samples.items()}
+            most = NEAR * min(medians.values())
+            chosen = [name for name in calls if medians[name] <= most or name in always]
+        order = list(chosen)
         random.Random(number).shuffle(order)  # the same on every rank
-        round_ = time_arms({name: calls[name] for name in order}, pairs=1, warmup=0)
-        for name, timing in round_.items():
+        timings = time_arms({name: calls[name] for name in order}, pairs=1, warmup=0)
+        for name, timing in timings.items():
             samples[name] += timing.samples_us
-    return {name: Timing.of(values) for name, values in samples.items()}
+    return samples
 
 
 def distinct(named: Iterable[tuple[str, MegaMoePlan]]) -> dict[str, MegaMoePlan]:

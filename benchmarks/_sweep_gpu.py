@@ -17,12 +17,13 @@ import time
 
 import _report
 import _sweep
+import numpy as np
 import sweep_84
 import torch
 import torch.distributed as dist
 from _ranks import on_ranks
 from _sweep import ARMS, Config
-from _sweep_case import Case, Stages, distinct, time_shuffled
+from _sweep_case import Case, Stages, distinct, time_plans
 
 from xstage_ext import SymmetricWorkspace, machine
 from xstage_ext.planner.megamoe import MegaMoePlan
@@ -139,7 +140,7 @@ def measure(
         arms = {name: calls[name] for name in task.timed} | {"serial": case.serial}
         times = time_arms(arms, pairs=job.pairs, warmup=1)
     with stages("grid"):
-        grid = time_shuffled(calls, job.grid_pairs) if job.grid_pairs else {}
+        grid = time_plans(calls, job.grid_pairs, task.timed) if job.grid_pairs else {}
     with stages("trace"):
         traces = {name: case.spans(name) for name in task.timed} if _traces(workspace) else {}
     workspace.check(synchronize=True)
@@ -153,7 +154,7 @@ def measure(
         rows.append(_measured(row, row.arm, times[name], ok[name], extra))
     shared = {k: v for k, v in rows[0].extra.items() if k in sweep_84.FACTS}
     rows.append(_measured(rows[0], "serial", times["serial"], ok["serial"], shared))
-    return rows + ([_grid_row(task, grid, ok, traces)] if grid else [])
+    return rows + ([_grid_row(task, grid, ok)] if grid else [])
 
 
 def _traces(workspace: SymmetricWorkspace) -> bool:
@@ -180,23 +181,25 @@ def _measured(
 
 def _grid_row(
     task: Task,
-    times: dict[str, Timing],
+    samples: dict[str, list[float]],
     ok: dict[str, bool],
-    traces: dict[str, dict[str, float]],
 ) -> _report.Row:
-    """One row for all plans of a configuration: what `fit_simulator.py` reads."""
+    """One row for all plans of a configuration: what `fit_simulator.py` reads.
+
+    `halves_us` are medians of every other sample: choose by one, judge by the other.
+    """
     plans = [
         {
             "name": name,
             "plan": list(dataclasses.astuple(plan)),
-            "us": round(times[name].us_median, 2),
-            "us_p10": round(times[name].us_p10, 2),
+            "us": round(float(np.median(samples[name])), 2),
+            "halves_us": [round(float(np.median(samples[name][i::2])), 2) for i in (0, 1)],
+            "n": len(samples[name]),
             "ok": ok[name],
-            "trace": traces.get(name, {}),
         }
         for name, plan in task.plans.items()
     ]
-    best = min(times.values(), key=lambda timing: timing.us_median)
+    best = min((Timing.of(seen) for seen in samples.values()), key=lambda timing: timing.us_median)
     return _report.Row(
         GRID_OP,
         "all",

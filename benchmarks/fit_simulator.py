@@ -1,0 +1,167 @@
+"""Fits the simulator's assumptions to the sweep's measured plans, and scores them.
+
+    python benchmarks/fit_simulator.py                    # score simulate.Assumptions as they are
+    python benchmarks/fit_simulator.py --fit sustained setup_us ...   # search these fields
+
+Only plans of the shapes that are not held out are fitted to. The search goes along one field after
+the other; its result is printed, to be written into simulate.Assumptions by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Sequence
+
+import _report
+import _sweep
+import numpy as np
+import numpy.typing as npt
+
+from xstage_ext import machine, simulate
+from xstage_ext.planner.megamoe import MegaMoePlan
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A measured plan of a configuration."""
+
+    config: _sweep.Config
+    load: _sweep.Load
+    plan: MegaMoePlan
+    name: str
+    us: float
+
+
+def read_points(files: Sequence[str]) -> list[Point]:
+    """Every plan of every measured configuration."""
+    by_key = {json.dumps(config.key): config for config in _sweep.load_configs()}
+    points = []
+    for file in files:
+        for line in _report.read(file):
+            if line["op"] != "megamoe_plans":
+                continue
+            config = by_key[json.dumps(line["shape"])]
+            load = _sweep.load_of(config, config.draw())
+            for one in line["plans"]:
+                plan = MegaMoePlan(*one["plan"])
+                if plan.combine == 0:  # the planner never adds up early: it always cost time
+                    points.append(Point(config, load, plan, one["name"], one["us"]))
+    return points
+
+
+def predicted_us(
+    points: Sequence[Point], profile: machine.MachineProfile, assume: simulate.Assumptions
+) -> FloatArray:
+    """Of every point; the simulator runs without Python's lock, so threads share the work."""
+
+    def one(point: Point) -> float:
+        result = simulate.simulate_megamoe(
+            point.plan,
+            point.load.counts,
+            profile,
+            rank=point.load.rank,
+            assume=assume,
+            num_tokens=point.config.tokens,
+        )
+        return result.total_us
+
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        return np.array(list(threads.map(one, points)))
+
+
+def errors(points: Sequence[Point], predicted: FloatArray) -> FloatArray:
+    """Logarithm of predicted over measured."""
+    return np.asarray(np.log(predicted / np.array([point.us for point in points])))
+
+
+def loss(points: Sequence[Point], error: FloatArray) -> float:
+    """Mean absolute error, and as much again for what it says about plans of one configuration."""
+    names = np.array([point.config.index for point in points])
+    within = np.concatenate(
+        [error[names == name] - np.median(error[names == name]) for name in np.unique(names)]
+    )
+    return float(np.abs(error).mean() + np.abs(within).mean())
+
+
+def search(
+    start: simulate.Assumptions,
+    fields: Sequence[str],
+    cost: Callable[[simulate.Assumptions], float],
+    seconds: float,
+) -> simulate.Assumptions:
+    """Along one field after the other, with steps that shrink while nothing improves."""
+    best, least = start, cost(start)
+    steps = dict.fromkeys(fields, 0.25)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and max(steps.values()) > 0.02:
+        for field in fields:
+            value = float(getattr(best, field))
+            improved = False
+            for factor in (1.0 + steps[field], 1.0 / (1.0 + steps[field])):
+                trial = dataclasses.replace(best, **{field: value * factor})
+                seen = cost(trial)
+                if seen < least:
+                    best, least, improved = trial, seen, True
+                    print(f"{least:.4f}  {field} = {value * factor:.4g}", flush=True)
+                    break
+            steps[field] *= 1.3 if improved else 0.5
+    return best
+
+
+def summary(points: Sequence[Point], error: FloatArray) -> str:
+    """Errors and what the best prediction of each configuration costs, fitted and held out."""
+    lines = [
+        "shapes      plans  median error   95%    bias  regret of the prediction: median worst"
+    ]
+    for held_out in (False, True):
+        chosen = np.array([point.config.held_out == held_out for point in points])
+        if not chosen.any():
+            continue
+        mine = error[chosen]
+        cost = regrets([p for p, c in zip(points, chosen, strict=True) if c], mine)
+        lines.append(
+            f"{'held out' if held_out else 'fitted':10} {chosen.sum():6} "
+            f"{np.median(np.abs(mine)):12.1%} {np.percentile(np.abs(mine), 95):7.1%} "
+            f"{np.median(mine):+7.1%} {np.median(cost):26.1%} {max(cost):6.1%}"
+        )
+    return "\n".join(lines)
+
+
+def regrets(points: Sequence[Point], error: FloatArray) -> list[float]:
+    """Per configuration: the plan that is predicted to be fastest over the fastest one."""
+    by_config: dict[int, list[tuple[float, float]]] = {}
+    for point, wrong in zip(points, error, strict=True):
+        predicted = point.us * float(np.exp(wrong))
+        by_config.setdefault(point.config.index, []).append((predicted, point.us))
+    return [min(plans)[1] / min(us for _, us in plans) - 1.0 for plans in by_config.values()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--fit", nargs="*", default=[], help="fields of simulate.Assumptions")
+    parser.add_argument("--results", nargs="*", default=["sweep_84.jsonl"])
+    parser.add_argument("--profile", default="h200x2")
+    parser.add_argument("--seconds", type=float, default=600.0)
+    options = parser.parse_args()
+    profile = machine.load(options.profile)
+    points = read_points(options.results)
+    assume = simulate.Assumptions()
+    if options.fit:
+        fitted = [point for point in points if not point.config.held_out]
+
+        def cost(trial: simulate.Assumptions) -> float:
+            return loss(fitted, errors(fitted, predicted_us(fitted, profile, trial)))
+
+        assume = search(assume, options.fit, cost, options.seconds)
+        print(assume)
+    print(summary(points, errors(points, predicted_us(points, profile, assume))))
+
+
+if __name__ == "__main__":
+    main()
