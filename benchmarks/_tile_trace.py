@@ -54,23 +54,36 @@ class TileTrace:
         return TileTrace(**values)
 
     def activity(self, bin_us: float) -> FloatArray:
-        """Share of the math warpgroups inside a main loop, by bins of time."""
+        """Share of the math warpgroups that multiply, by bins of time.
+
+        Waits for operands inside a main loop do not count; they are spread over it evenly.
+        """
         workers = len(np.unique(self.cta * 2 + self.group))
-        return busy_share(self.begin_us, self.end_us - self.hand_over_us, workers, bin_us)
+        ends = self.end_us - self.hand_over_us
+        share = 1.0 - self.stage_wait_us / np.maximum(ends - self.begin_us, 1e-9)
+        return busy_share(self.begin_us, ends, workers, bin_us, np.clip(share, 0.0, 1.0))
 
 
-def busy_share(begin_us: FloatArray, end_us: FloatArray, workers: int, bin_us: float) -> FloatArray:
+def busy_share(
+    begin_us: FloatArray,
+    end_us: FloatArray,
+    workers: int,
+    bin_us: float,
+    weights: FloatArray | None = None,
+) -> FloatArray:
     """Share of `workers` that are inside one of the intervals [begin, end), by bins of time."""
     if not len(begin_us):
         return np.zeros(0)
     edges = np.arange(0.0, float(end_us.max()) + bin_us, bin_us)
+    weighted = np.ones_like(begin_us) if weights is None else weights
 
     def before(times: FloatArray) -> FloatArray:
         """Sum over the intervals' ends of the time that lies behind them, at every edge."""
-        ordered = np.sort(times)
-        count = np.searchsorted(ordered, edges)
-        total = np.concatenate([[0.0], np.cumsum(ordered)])[count]
-        return np.asarray(count * edges - total)
+        order = np.argsort(times)
+        count = np.searchsorted(times[order], edges)
+        total = np.concatenate([[0.0], np.cumsum((weighted * times)[order])])[count]
+        heads = np.concatenate([[0.0], np.cumsum(weighted[order])])[count]
+        return np.asarray(heads * edges - total)
 
     covered = np.diff(before(begin_us) - before(end_us))
     return np.asarray(covered / (workers * bin_us))

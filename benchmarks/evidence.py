@@ -81,10 +81,10 @@ def spans(measure: Measure = False, index: Index = 23) -> None:
 
 @app.command()
 def timeline(measure: Measure = False, index: Index = 23) -> None:
-    """2. Share of the math warpgroups that are inside a main loop, over time."""
+    """2. Share of the math warpgroups that multiply, over time."""
     lines = _traces(measure, index)
     exhibit = _exhibits.timeline(lines, machine.load("h200x2"))
-    save("timeline", "Math warpgroups inside a main loop over time", exhibit, lines)
+    save("timeline", "Tensor Cores at work over time", exhibit, lines)
 
 
 @app.command()

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from xstage_ext import machine, simulate
+from xstage_ext import machine
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PROFILE = machine.load("h200x2")
@@ -117,10 +117,7 @@ def tile_lines(exhibits):
     for arm in ("wave/st", "interleaved/st", "local control"):
         result = exhibits.simulated(arm, 21, PROFILE)
         spans = exhibits.simulated_spans_us(result)
-        column = {name: i for i, name in enumerate(simulate.TILE_COLUMNS)}
-        begin, end = (result.tiles[:, column[c]] for c in ("main_begin_us", "store_begin_us"))
-        start = begin.min()
-        activity = exhibits.busy_share(begin - start, end - start, len(result.workers), 10.0)
+        activity = exhibits.simulated_activity(result, 10.0)
         line = {"op": "megamoe_tiles", "arm": arm, "index": 21, "bin_us": 10.0}
         line |= {"percentiles_us": np.percentile(spans, range(101)).tolist()}
         lines.append(FACTS | line | {"activity": activity.tolist(), "kernel_clock_mhz": 1980.0})
@@ -170,9 +167,22 @@ def test_decode_reads_tiles_of_both_math_tracks(tile_trace):
     np.testing.assert_allclose(tiles.hand_over_us, [2.0, 0.0])
     np.testing.assert_allclose(tiles.first_wait_us, [1.0, 0.0])
     assert len(tiles.of_phase(2).cta) == 1
-    np.testing.assert_allclose(tiles.activity(1.0), [0.5, 0.5, 1.0])
+    # Half a microsecond of the first tile's three waits for operands.
+    np.testing.assert_allclose(tiles.activity(1.0), np.array([5, 5, 11]) / 12)
     empty = tile_trace.decode(torch.zeros(1, 4, 1, 8, dtype=torch.int64))
     assert len(empty.cta) == len(empty.activity(1.0)) == 0
+
+
+def test_waits_for_operands_are_not_activity(tile_trace):
+    ones = np.ones(2)
+    begin, end = np.array([0.0, 2.0]), np.array([2.0, 4.0])
+    halves = tile_trace.busy_share(begin, end, 1, 1.0, 0.5 * ones)
+    np.testing.assert_allclose(halves, 0.5)
+    words = torch.zeros(1, 4, 1, 8, dtype=torch.int64)
+    words[0, 1, 0] = torch.tensor([1, 1 << 48, 0, 4_000, 0, 990, 1980, 7920])
+    # 4 us: 1 us of hand-over, half a microsecond of the main loop waits for operands.
+    activity = tile_trace.decode(words).activity(1.0)
+    np.testing.assert_allclose(activity, [2.5 / 3] * 3, rtol=1e-6)
 
 
 @given(
