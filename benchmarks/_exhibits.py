@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import _plans
 import _sweep
 import matplotlib
 import numpy as np
@@ -274,7 +274,7 @@ def _in_megamoe(lines: Sequence[Line]) -> list[Table]:
     """Time over that of the same plan with bulk bursts, by way of storing and schedule."""
     ratios: dict[tuple[int, str], list[float]] = {}
     for line in lines:
-        times = {MegaMoePlan(*p["plan"]): p["us"] for p in line["plans"]}
+        times = {MegaMoePlan(*one["plan"]): one["us"] for one in line["plans"]}
         for plan in times:
             if plan.store != STORES["bulk burst"]["store"]:
                 continue
@@ -350,15 +350,14 @@ def regret(lines: Sequence[Line], profile: machine.MachineProfile) -> Exhibit:
     """What the planner's choice costs over the best measured plan, fitted and held-out shapes."""
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     costs: dict[bool, list[tuple[float, str, str, str]]] = {False: [], True: []}
-    for config, line in _with_configs(lines):
-        times = {tuple(p["plan"]): p["us"] for p in line["plans"]}
-        names = {tuple(p["plan"]): p["name"] for p in line["plans"]}
-        chosen = dataclasses.astuple(choose.choose(config.problem, profile).plan)
-        if chosen not in times:
-            raise SystemExit(f"{config.name}: the planner's choice was not measured: {chosen}")
-        best = min(times, key=lambda plan: times[plan])
-        cost = times[chosen] / times[best] - 1.0
-        costs[config.held_out].append((cost, config.name, names[chosen], names[best]))
+    for case in _plans.read(lines):
+        plan = choose.choose(case.config.problem, profile).plan
+        chosen = next((one for one in case.plans if one.plan == plan), None)
+        if chosen is None:
+            raise SystemExit(f"{case.config.name}: the planner's choice was not measured: {plan}")
+        best = min(case.plans, key=lambda one: one.us)
+        cost = _plans.regret(case.plans, chosen)
+        costs[case.config.held_out].append((cost, case.config.name, chosen.name, best.name))
     summary: list[Sequence[str]] = []
     for held_out, label in ((False, "fitted"), (True, "held out")):
         found = sorted(costs[held_out])
@@ -376,12 +375,8 @@ def regret(lines: Sequence[Line], profile: machine.MachineProfile) -> Exhibit:
     tables: list[Table] = [(head, summary)]
     tables.append((["worst configurations", "regret", "chosen", "best"], rows))
     text = (
-        f"Each configuration was measured with {len(lines[0]['plans'])} plans or a few less. "
-        "Nothing of the held-out shapes was used to fit the planner or the simulator."
+        f"Up to {max(len(line['plans']) for line in lines)} plans per configuration. Which plan is "
+        "best is read from one half of the samples, what it takes from the other: luck does not "
+        "count, and a regret may be below zero. Nothing of the held-out shapes was fitted to."
     )
     return Exhibit(text, tables, figure)
-
-
-def _with_configs(lines: Sequence[Line]) -> list[tuple[_sweep.Config, Line]]:
-    by_key = {json.dumps(config.key): config for config in _sweep.load_configs()}
-    return [(by_key[json.dumps(line["shape"])], line) for line in lines]

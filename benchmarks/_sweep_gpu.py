@@ -15,6 +15,7 @@ import os
 import pathlib
 import time
 
+import _plans
 import _report
 import _sweep
 import numpy as np
@@ -29,9 +30,6 @@ from xstage_ext import SymmetricWorkspace, machine
 from xstage_ext.planner.megamoe import MegaMoePlan
 from xstage_ext.testing import Timing, time_arms
 from xstage_ext.workspace import region_bytes
-
-GRID_OP = "megamoe_plans"
-"""Rows of this kind hold every plan of a configuration."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +199,7 @@ def _grid_row(
     ]
     best = min((Timing.of(seen) for seen in samples.values()), key=lambda timing: timing.us_median)
     return _report.Row(
-        GRID_OP,
+        _plans.OP,
         "all",
         task.config.key,
         task.config.world,
@@ -216,7 +214,7 @@ def _grid_row(
 
 def _line(rows: list[_report.Row]) -> str:
     """A configuration in one line: measured, and in brackets predicted, us."""
-    arms = [row for row in rows if row.op != GRID_OP]
+    arms = [row for row in rows if row.op != _plans.OP]
     cells = (
         f"{row.arm} {row.us_median:.0f}"
         + (f" ({row.extra['predicted_us']:.0f})" if "predicted_us" in row.extra else "")

@@ -12,17 +12,15 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Sequence
 
+import _plans
 import _report
-import _sweep
 import numpy as np
 import numpy.typing as npt
 
 from xstage_ext import machine, simulate
-from xstage_ext.planner.megamoe import MegaMoePlan
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -31,28 +29,13 @@ FloatArray = npt.NDArray[np.float64]
 class Point:
     """A measured plan of a configuration."""
 
-    config: _sweep.Config
-    load: _sweep.Load
-    plan: MegaMoePlan
-    name: str
-    us: float
+    case: _plans.Case
+    measured: _plans.Measured
 
 
-def read_points(files: Sequence[str]) -> list[Point]:
-    """Every plan of every measured configuration."""
-    by_key = {json.dumps(config.key): config for config in _sweep.load_configs()}
-    points = []
-    for file in files:
-        for line in _report.read(file):
-            if line["op"] != "megamoe_plans":
-                continue
-            config = by_key[json.dumps(line["shape"])]
-            load = _sweep.load_of(config, config.draw())
-            for one in line["plans"]:
-                plan = MegaMoePlan(*one["plan"])
-                if plan.combine == 0:  # the planner never adds up early: it always cost time
-                    points.append(Point(config, load, plan, one["name"], one["us"]))
-    return points
+def points_of(cases: Sequence[_plans.Case]) -> list[Point]:
+    """Every measured plan that the planner may choose: it never adds up early."""
+    return [Point(case, plan) for case in cases for plan in case.plans if plan.plan.combine == 0]
 
 
 def predicted_us(
@@ -62,12 +45,12 @@ def predicted_us(
 
     def one(point: Point) -> float:
         result = simulate.simulate_megamoe(
-            point.plan,
-            point.load.counts,
+            point.measured.plan,
+            point.case.load.counts,
             profile,
-            rank=point.load.rank,
+            rank=point.case.load.rank,
             assume=assume,
-            num_tokens=point.config.tokens,
+            num_tokens=point.case.config.tokens,
         )
         return result.total_us
 
@@ -77,12 +60,12 @@ def predicted_us(
 
 def errors(points: Sequence[Point], predicted: FloatArray) -> FloatArray:
     """Logarithm of predicted over measured."""
-    return np.asarray(np.log(predicted / np.array([point.us for point in points])))
+    return np.asarray(np.log(predicted / np.array([point.measured.us for point in points])))
 
 
 def loss(points: Sequence[Point], error: FloatArray) -> float:
     """Mean absolute error, and as much again for what it says about plans of one configuration."""
-    names = np.array([point.config.index for point in points])
+    names = np.array([point.case.config.index for point in points])
     within = np.concatenate(
         [error[names == name] - np.median(error[names == name]) for name in np.unique(names)]
     )
@@ -120,7 +103,7 @@ def summary(points: Sequence[Point], error: FloatArray) -> str:
         "shapes      plans  median error   95%    bias  regret of the prediction: median worst"
     ]
     for held_out in (False, True):
-        chosen = np.array([point.config.held_out == held_out for point in points])
+        chosen = np.array([point.case.config.held_out == held_out for point in points])
         if not chosen.any():
             continue
         mine = error[chosen]
@@ -134,12 +117,15 @@ def summary(points: Sequence[Point], error: FloatArray) -> str:
 
 
 def regrets(points: Sequence[Point], error: FloatArray) -> list[float]:
-    """Per configuration: the plan that is predicted to be fastest over the fastest one."""
-    by_config: dict[int, list[tuple[float, float]]] = {}
+    """Per configuration: what the plan costs that is predicted to be the fastest."""
+    by_config: dict[int, list[tuple[float, _plans.Measured]]] = {}
     for point, wrong in zip(points, error, strict=True):
-        predicted = point.us * float(np.exp(wrong))
-        by_config.setdefault(point.config.index, []).append((predicted, point.us))
-    return [min(plans)[1] / min(us for _, us in plans) - 1.0 for plans in by_config.values()]
+        predicted = point.measured.us * float(np.exp(wrong))
+        by_config.setdefault(point.case.config.index, []).append((predicted, point.measured))
+    return [
+        _plans.regret([plan for _, plan in plans], min(plans, key=lambda pair: pair[0])[1])
+        for plans in by_config.values()
+    ]
 
 
 def main() -> None:
@@ -150,10 +136,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600.0)
     options = parser.parse_args()
     profile = machine.load(options.profile)
-    points = read_points(options.results)
+    lines = [line for file in options.results for line in _report.read(file)]
+    points = points_of(_plans.read(lines))
     assume = simulate.Assumptions()
     if options.fit:
-        fitted = [point for point in points if not point.config.held_out]
+        fitted = [point for point in points if not point.case.config.held_out]
 
         def cost(trial: simulate.Assumptions) -> float:
             return loss(fitted, errors(fitted, predicted_us(fitted, profile, trial)))

@@ -71,8 +71,11 @@ def test_regret_of_the_planners_choice(evidence, tmp_path):
     chosen = exhibits.choose.choose(config.problem, PROFILE).plan
     other = dataclasses.replace(chosen, x_ring_blocks=chosen.x_ring_blocks + 1)
     plans = [
-        {"name": name, "plan": dataclasses.astuple(plan), "us": us, "ok": True}
-        for name, plan, us in (("ours", chosen, 102.0), ("other", other, 100.0))
+        {"name": name, "plan": dataclasses.astuple(plan), "us": us, "ok": True, "halves_us": halves}
+        for name, plan, us, halves in (
+            ("ours", chosen, 102.0, (103.0, 101.0)),
+            ("other", other, 100.0, (100.0, 100.0)),
+        )  # fmt: skip
     ]
     line = FACTS | {"op": "megamoe_plans", "arm": "all", "shape": config.key, "plans": plans}
     write(tmp_path / "sweep_84.jsonl", [line])
@@ -80,6 +83,15 @@ def test_regret_of_the_planners_choice(evidence, tmp_path):
     assert result.exit_code == 0, result.output
     assert "| held out | 1 | 2.0% | 2.0% | 2.0% | 2.0% |" in result.output
     assert f"| {config.name} | 2.0% | ours | other |" in result.output
+
+
+def test_luck_is_no_regret(evidence):
+    plans = importlib.import_module("_plans")
+    lucky = plans.Measured("a", None, 99.0, (98.0, 100.0))
+    steady = plans.Measured("b", None, 99.0, (99.0, 99.0))
+    # Half 0 calls a best, which half 1 denies; half 1 calls b best.
+    assert plans.regret([lucky, steady], steady) == pytest.approx((99 / 100 - 1) / 2)
+    assert plans.regret([lucky, steady], lucky) == pytest.approx((98 / 99 - 1) / 2)
 
 
 def test_attention_table(evidence, tmp_path):
