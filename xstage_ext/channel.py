@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -96,6 +97,8 @@ class ChannelLease:
         try:
             yield
         except Exception as error:
+            # An error that somebody keeps would keep the tensors of the failed call, and their slots.
+            traceback.clear_frames(error.__traceback__)
             if not workspace.closed and workspace._failure is None:
                 workspace.check()  # a fault that a kernel found explains the error better
                 self.refuse(f"{type(error).__name__}: {error}".splitlines()[0])

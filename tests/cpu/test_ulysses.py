@@ -87,6 +87,14 @@ def test_other_lengths_than_assumed_are_told(prepared: bool) -> None:
     assert ("(500, 500)" in texts and "(525, 525)" in texts) or "differ" in texts, texts
 
 
+def test_an_error_that_is_kept_holds_no_slot() -> None:
+    """Its traceback has the frames of the failed call, but not their tensors."""
+    outcomes = launch("attention.recovery_with_the_error_at_hand", 2)
+    assert_all_done(outcomes)
+    for outcome in outcomes:
+        assert outcome.facts["error"] in ("WorkspaceError", "PeerError"), str(outcome)
+
+
 def test_a_refused_call_raises_everywhere_and_recovers() -> None:
     first, second = launch("attention.refused_call", 2)
     assert first.code == second.code == 0, f"{first}\n{second}"

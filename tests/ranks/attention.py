@@ -144,6 +144,22 @@ def other_lengths(place: Place, prepared: bool) -> None:
     reported(lambda: module(q, k, v))
 
 
+def recovery_with_the_error_at_hand(place: Place) -> None:
+    """The same, and the next calls are right while somebody still looks at the exception."""
+    place.join("gloo")
+    module = UlyssesAttention(4, 64, device=place.device)
+    module.prepare(1200)
+    q, k, v = whole(place, (500, 525)[place.rank], 4, 4, 64)
+    caught = None
+    try:
+        module(q, k, v)
+    except Exception as error:
+        caught = error
+    for seed in range(4):
+        assert_right(place, module, 515, 4, 4, seed)
+    report(error=type(caught).__name__)
+
+
 def refused_call(place: Place) -> None:
     """Rank 0 passes too many heads: both raise, none hangs, the next call is right."""
     place.join("gloo")
