@@ -97,7 +97,7 @@ class ChannelLease:
         try:
             yield
         except Exception as error:
-            # An error that somebody keeps would keep the tensors of the failed call, and their slots.
+            # Whoever keeps the error would keep the failed call's tensors, and so its slots.
             traceback.clear_frames(error.__traceback__)
             if not workspace.closed and workspace._failure is None:
                 workspace.check()  # a fault that a kernel found explains the error better
