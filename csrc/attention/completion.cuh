@@ -1,6 +1,9 @@
 // Begin and end of a call whose output tiles go to other ranks.
 //
-// Begin: a rank that was refused its output slot, or that failed before, stores nothing.
+// Begin: the kernel starts while its output slot is still being granted. Storing threads wait for
+// the grant before their first store, behind a whole tile of products. A rank that was refused its
+// slot, or that failed before, stores nothing.
+//
 // End: each storing thread waits until its own bulk stores are written (not merely read from shared
 // memory), the math warpgroups meet, and one thread arrives for the block; the last block of the
 // grid publishes the epoch to every rank (common/channel.cuh). No block ever waits for a peer.
@@ -12,9 +15,17 @@
 
 namespace xstage {
 
-// One thread per block.
-__device__ __forceinline__ bool may_store(Workspace const& workspace) {
-  return workspace.world == 0 || !aborted(workspace);
+// A storing thread, before each of its stores: not zero when it may not.
+__device__ __forceinline__ uint32_t stores_refused(uint8_t const* refused) {
+  if (refused == nullptr) return 0;
+  wait_for_kernel_before();
+  return ld_relaxed_sys(refused);
+}
+
+// A storing thread, when it has issued its last store: the kernel that waits for the ranks may
+// come.
+__device__ __forceinline__ void announce_end(Workspace const& workspace) {
+  if (workspace.world != 0) launch_dependent_kernel();
 }
 
 // All threads of the math warpgroups, after their stores are complete.

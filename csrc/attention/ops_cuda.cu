@@ -169,7 +169,7 @@ std::tuple<Tensor, Tensor> attention(char const* op, Generation const& generatio
   AttentionParams params = make_params(prepared, instance, plan, schedule, options, lse);
   params.out[0] = encode_output(static_cast<char*>(out.mutable_data_ptr()), shape,
                                 layout.query_heads(0), params.slice_rows);
-  instance.launch(params, num_blocks(plan, schedule, q), current_stream(q));
+  instance.launch(params, num_blocks(plan, schedule, q), current_stream(q), false);
   return {out, lse};
 }
 
@@ -221,7 +221,9 @@ void launch_rank(A2aCall const& call, size_t i, AttentionOptions const& options,
                                       layout.query_heads(rank.rank()), params.slice_rows);
   }
   params.workspace = rank.workspace;
-  call.instance->launch(params, num_blocks(plan, schedule, prepared.operands.q), stream);
+  params.refused = failure_byte(rank.workspace);
+  // Virtual ranks run one after the other; the first one overlaps with the grant.
+  call.instance->launch(params, num_blocks(plan, schedule, prepared.operands.q), stream, i == 0);
 }
 
 }  // namespace
@@ -258,7 +260,8 @@ std::vector<RankResult> attention_a2a(char const* op, Generation const& generati
   for (size_t i = 0; i < call.ranks.size(); ++i) {
     launch_rank(call, i, options, results[i].lse, stream);
   }
-  launch_wait_for_ranks(call.ring.workspaces(), Phase::kA2aArrival, poison, stream);
+  launch_wait_beside(call.ring.workspaces(), Phase::kA2aArrival, call.ring.slot_index(), poison,
+                     stream);
   return results;
 }
 

@@ -14,7 +14,7 @@ struct Instance {
   bool causal;
   int block_m;
   int block_n;
-  void (*launch)(AttentionParams const& params, int num_blocks, cudaStream_t stream);
+  void (*launch)(AttentionParams const& params, int num_blocks, cudaStream_t stream, bool early);
 };
 
 // The first instance that fits is the default of its head size, dtype and causality.
@@ -38,7 +38,9 @@ struct RankResult {
 };
 
 // One result per rank that this process plays. Launches: grant of the output slot, the attention
-// kernel of each rank, the wait for all ranks.
+// kernel of each rank, the wait for all ranks. Neighbours overlap (common/early_launch.h): tiles
+// are computed while the slot is being granted, and the wait is there before the last tile's
+// signal.
 std::vector<RankResult> attention_a2a(char const* op, Generation const& generation,
                                       std::vector<RankOperands> const& operands,
                                       AttentionOptions const& options,

@@ -36,6 +36,7 @@ struct AttentionParams {
 
   // Where the end of the call is published; world 0 when nobody else takes part.
   Workspace workspace;
+  uint8_t const* refused;  // not zero: this rank may not store; null when nobody else takes part
 };
 
 }  // namespace xstage

@@ -8,7 +8,7 @@
 // Flags (writer, order -> reader, order; nobody resets them):
 //   arrivals   every block, inc acq_rel.gpu   -> the last block of the same call; wraps to 0
 //   from[r]    last block of rank r, fence + st -> wait_for_ranks of this rank, acquire.sys
-//   calls      last block, release.gpu        -> the next kernel of this channel, by stream order
+//   calls      last block, fence + st         -> the next kernel of this channel, by stream order
 //   released   grant_slot of rank r, fence + st -> grant_slot of this rank, acquire.sys
 //   failed     any role, or.release.sys       -> every wait, acquire.sys
 //
@@ -23,7 +23,7 @@ namespace xstage {
 // The number of the running call, from 1. The last block advances `calls` only when every block has
 // arrived, and so has read it.
 __device__ __forceinline__ uint64_t call_epoch(Workspace const& workspace) {
-  return ld_acquire_gpu(&workspace.channel_of(workspace.rank)->calls) + 1;
+  return ld_relaxed_gpu(&workspace.channel_of(workspace.rank)->calls) + 1;
 }
 
 // The number of the last finished call: what a wait kernel behind the operator's kernel waits for.
@@ -40,9 +40,12 @@ __device__ __forceinline__ bool arrive_and_publish(Workspace const& workspace, u
   fence_proxy_async();
   fence_acq_rel_sys();
   if (atom_inc_acq_rel_gpu(&own->arrivals, num_blocks - 1) != num_blocks - 1) return false;
+  // A block that gave up did so before it arrived. Read in front of the fence, whose latency covers
+  // that of the load.
+  bool const gave_up = aborted(workspace);
   // Cumulative: what the other blocks released above comes before the signals below.
   fence_acq_rel_sys();
-  if (!aborted(workspace)) {
+  if (!gave_up) {
     for (int64_t i = 1; i <= workspace.world; ++i) {
       int64_t const dst_rank = (workspace.rank + i) % workspace.world;
       // The fence above makes this a release; one of its own per rank would cost a round trip each.
@@ -50,7 +53,8 @@ __device__ __forceinline__ bool arrive_and_publish(Workspace const& workspace, u
                      workspace.signal(epoch));
     }
   }
-  st_release_gpu(&own->calls, epoch);
+  // Read by later kernels only, which the end of this one orders.
+  st_relaxed_sys(&own->calls, epoch);
   return true;
 }
 
@@ -113,9 +117,10 @@ __device__ __forceinline__ bool wait_for_slot(Workspace const& workspace, uint64
   bool ok = true;
   if (lane < workspace.world) {
     uint64_t const* const word = &own->released[slot][lane];
+    // Only an earlier call, or another block of this one that waits here too, can have given up.
+    ok = !aborted(workspace);
     WaitSite const site{Phase::kSlotCredit, lane, epoch, own->last_use[slot] + 1};
-    ok = wait_until(workspace, site, [&] { return ld_acquire_sys(word); });
-    ok = ok && !aborted(workspace);
+    ok = wait_until(workspace, site, [&] { return ld_acquire_sys(word); }) && ok;
   }
   return __all_sync(0xffffffffu, ok);
 }
@@ -124,6 +129,11 @@ __device__ __forceinline__ bool wait_for_slot(Workspace const& workspace, uint64
 __device__ __forceinline__ void record_slot_use(Workspace const& workspace, uint64_t epoch,
                                                 int slot) {
   workspace.channel_of(workspace.rank)->last_use[slot] = epoch;
+}
+
+// The call that was granted a slot last.
+__device__ __forceinline__ uint64_t slot_epoch(Workspace const& workspace, int slot) {
+  return ld_relaxed_gpu(&workspace.channel_of(workspace.rank)->last_use[slot]);
 }
 
 // All three for one warp before the operator's kernel. Later calls rarely wait.

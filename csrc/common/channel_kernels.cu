@@ -1,6 +1,7 @@
 #include "channel.cuh"
 #include "channel_kernels.h"
 #include "check.h"
+#include "early_launch.h"
 
 namespace xstage {
 namespace {
@@ -26,6 +27,7 @@ Ranks pack(std::vector<Workspace> const& ranks, std::vector<PoisonRange> const& 
 
 __global__ void __launch_bounds__(kWarp)
     grant_slot_kernel(__grid_constant__ Ranks const ranks, int slot, uint32_t free_slots) {
+  launch_dependent_kernel();
   grant_slot(ranks.workspaces[blockIdx.x], slot, free_slots);
 }
 
@@ -33,6 +35,15 @@ __global__ void __launch_bounds__(kWarp)
     wait_for_ranks_kernel(__grid_constant__ Ranks const ranks, Phase phase) {
   Workspace const& workspace = ranks.workspaces[blockIdx.x];
   bool const ok = wait_for_ranks(workspace, finished_epoch(workspace), phase);
+  PoisonRange const range = ranks.poison[blockIdx.x];
+  if (!ok) poison(range.bytes, range.num_bytes, threadIdx.x, kWarp);
+}
+
+__global__ void __launch_bounds__(kWarp)
+    wait_beside_kernel(__grid_constant__ Ranks const ranks, Phase phase, int slot) {
+  Workspace const& workspace = ranks.workspaces[blockIdx.x];
+  bool const ok = wait_for_ranks(workspace, slot_epoch(workspace, slot), phase);
+  wait_for_kernel_before();
   PoisonRange const range = ranks.poison[blockIdx.x];
   if (!ok) poison(range.bytes, range.num_bytes, threadIdx.x, kWarp);
 }
@@ -48,6 +59,7 @@ void load_channel_kernels() {
   cudaFuncAttributes attributes;
   XS_CUDA(cudaFuncGetAttributes(&attributes, grant_slot_kernel));
   XS_CUDA(cudaFuncGetAttributes(&attributes, wait_for_ranks_kernel));
+  XS_CUDA(cudaFuncGetAttributes(&attributes, wait_beside_kernel));
   XS_CUDA(cudaFuncGetAttributes(&attributes, announce_failure_kernel));
 }
 
@@ -67,6 +79,12 @@ void launch_wait_for_ranks(std::vector<Workspace> const& ranks, Phase phase,
   wait_for_ranks_kernel<<<static_cast<unsigned>(ranks.size()), kWarp, 0, stream>>>(
       pack(ranks, poison), phase);
   XS_LAUNCH_CHECK();
+}
+
+void launch_wait_beside(std::vector<Workspace> const& ranks, Phase phase, int slot,
+                        std::vector<PoisonRange> const& poison, cudaStream_t stream) {
+  LaunchShape const shape{static_cast<unsigned>(ranks.size()), kWarp, 0, stream, true};
+  launch_early(wait_beside_kernel, shape, pack(ranks, poison), phase, slot);
 }
 
 void launch_announce_failure(Workspace const& rank, Failure failure, cudaStream_t stream) {

@@ -16,7 +16,8 @@ struct PoisonRange {
   int64_t num_bytes;
 };
 
-// Before an operator that stores into output slot `slot`; channel.cuh's grant_slot.
+// Before an operator that stores into output slot `slot`; channel.cuh's grant_slot. The operator's
+// kernel may be launched early (early_launch.h) and wait for this one before its first store.
 void launch_grant_slot(std::vector<Workspace> const& ranks, int slot, uint32_t free_slots,
                        cudaStream_t stream);
 
@@ -25,7 +26,12 @@ void launch_grant_slot(std::vector<Workspace> const& ranks, int slot, uint32_t f
 void launch_wait_for_ranks(std::vector<Workspace> const& ranks, Phase phase,
                            std::vector<PoisonRange> const& poison, cudaStream_t stream);
 
-// Loads the three kernels now. The driver would load each at its first launch, and waits for
+// The same behind a kernel that took `slot` and says launch_dependent_kernel() when all its blocks
+// are about to end: the wait is already running when the signals come.
+void launch_wait_beside(std::vector<Workspace> const& ranks, Phase phase, int slot,
+                        std::vector<PoisonRange> const& poison, cudaStream_t stream);
+
+// Loads these kernels now. The driver would load each at its first launch, and waits for
 // running kernels to do so: an announcement that should end a wait would wait for it.
 void load_channel_kernels();
 

@@ -140,6 +140,12 @@ struct Workspace {
   }
 };
 
+// A rank's byte of its own Control::failed, as an address (little-endian).
+inline uint8_t const* failure_byte(Workspace const& workspace) {
+  return reinterpret_cast<uint8_t const*>(&workspace.control(workspace.rank)->failed) +
+         workspace.rank;
+}
+
 constexpr int64_t num_workspace_fields() {
   int64_t count = 0;
 #define X(name, min, max, meaning) ++count;

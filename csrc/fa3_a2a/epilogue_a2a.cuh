@@ -5,6 +5,7 @@
 // the call's end does (attention/completion.cuh).
 #pragma once
 
+#include "attention/completion.cuh"
 #include "attention/masks.cuh"
 #include "attention/output_store.cuh"
 #include "attention/params.h"
@@ -38,9 +39,9 @@ class Epilogue {
   // Stages a finished tile and sends it, or leaves its slices to the steps to come.
   template <class Fragment>
   __device__ __forceinline__ void store(QueryTile const& tile, Fragment const& acc) {
-    claim_buffer();
+    uint32_t const refused = claim_buffer();
     stage_output<kCols>(smem_.o[group_], acc, smem_.inverse[group_][thread_], thread_);
-    send_buffer(tile);
+    send_buffer(tile, refused);
   }
 
   // Notes by what the rows of the next store must be multiplied: the main loop has no registers for
@@ -51,12 +52,12 @@ class Epilogue {
 
   // A tile that sees no key.
   __device__ __forceinline__ void store_empty(QueryTile const& tile) {
-    claim_buffer();
+    uint32_t const refused = claim_buffer();
     auto* const words = reinterpret_cast<uint4*>(smem_.o[group_]);
     for (int i = thread_; i < static_cast<int>(sizeof(smem_.o[0]) / 16); i += kWarpgroup) {
       words[i] = make_uint4(0, 0, 0, 0);
     }
-    send_buffer(tile);
+    send_buffer(tile, refused);
     float const lse[2] = {-INFINITY, -INFINITY};
     store_lse(tile, lse);
   }
@@ -77,21 +78,26 @@ class Epilogue {
   __device__ __forceinline__ void finish() {
     if (thread_ == 0) {
       store_rest<kCols>(smem_.pending[group_], smem_.o[group_], params_.slice_rows);
+      announce_end(params_.workspace);
       bulk_wait<0>();
     }
   }
 
  private:
-  __device__ __forceinline__ void claim_buffer() {
+  // Returns whether stores are refused, in the storing thread: asked here, needed behind staging.
+  __device__ __forceinline__ uint32_t claim_buffer() {
+    uint32_t refused = 0;
     if (thread_ == 0) {
+      refused = stores_refused(params_.refused);
       store_rest<kCols>(smem_.pending[group_], smem_.o[group_], params_.slice_rows);
       bulk_wait_read<0>();
     }
     sync_group();
+    return refused;
   }
 
   // All threads of the group have written their part.
-  __device__ __forceinline__ void send_buffer(QueryTile const& tile) {
+  __device__ __forceinline__ void send_buffer(QueryTile const& tile, uint32_t refused) {
     fence_proxy_async_shared();
     sync_group();
     int const num_rows = min_of(kGroupRows, tile.num_rows - group_ * kGroupRows);
@@ -103,7 +109,7 @@ class Epilogue {
     pending.map = &params_.out[tile.owner];
     pending.at = {tile.owner_row + group_ * kGroupRows, tile.head, tile.batch};
     pending.next_row = 0;
-    pending.end_row = num_rows;
+    pending.end_row = refused == 0 ? num_rows : 0;
     if (paced) return;
     store_rest<kCols>(pending, smem_.o[group_], params_.slice_rows);
     if (params_.wait_every_tile) bulk_wait<0>();

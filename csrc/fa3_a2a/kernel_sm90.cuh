@@ -23,7 +23,8 @@
 //
 // Global protocol  no block waits for a peer. A kernel before this one takes the output slot, the
 //                  last block publishes the epoch, a kernel behind this one waits for all ranks
-//                  (attention/completion.cuh, common/channel.cuh).
+//                  (attention/completion.cuh, common/channel.cuh). Both overlap with this one: the
+//                  grant with the first tiles, the wait with the end of the last.
 // Requires  head size 64 or 128; operands that tensor maps can describe, positive scale
 //           (attention/ops_cuda.cu checks or copies). A tile never crosses the border between two
 //           owners (TileSchedule), so stores start inside their tensor and only overhang its end.
@@ -32,7 +33,6 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
-#include "attention/completion.cuh"
 #include "mainloop.cuh"
 
 namespace xstage {
@@ -68,12 +68,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     cutlass::arch::fence_barrier_init();
   }
-  // All threads learn the same answer; the barrier also publishes the barriers above. The shuffle
-  // tells the compiler that a warp agrees: without it, it takes every loop below for divergent.
-  bool const stores = __syncthreads_and(threadIdx.x != 0 || may_store(params.workspace));
-  int32_t const first_round = __shfl_sync(0xffffffff, stores ? 0 : kNoTiles, 0);
+  __syncthreads();
   TileWalk const walk{params.schedule, static_cast<int32_t>(blockIdx.x),
-                      static_cast<int32_t>(gridDim.x), first_round};
+                      static_cast<int32_t>(gridDim.x),
+                      params.schedule.num_groups == 0 ? kNoTiles : 0};
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kLoadRegisters>();
     if (thread == 0) load_role<Traits>(params, smem, walk);

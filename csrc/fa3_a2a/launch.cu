@@ -1,5 +1,6 @@
 #include <atomic>
 
+#include "common/early_launch.h"
 #include "kernel_sm90.cuh"
 #include "launch.h"
 
@@ -8,7 +9,7 @@ namespace {
 
 // The attribute is set once per device.
 template <class Traits>
-void launch(AttentionParams const& params, int num_blocks, cudaStream_t stream) {
+void launch(AttentionParams const& params, int num_blocks, cudaStream_t stream, bool early) {
   constexpr int kSharedBytes = sizeof(Fa3SharedStorage<Traits>);
   static std::atomic<uint64_t> prepared{0};
   int device = 0;
@@ -19,8 +20,9 @@ void launch(AttentionParams const& params, int num_blocks, cudaStream_t stream) 
                                  kSharedBytes));
     prepared.fetch_or(bit, std::memory_order_relaxed);
   }
-  fa3_kernel<Traits><<<num_blocks, Traits::kThreads, kSharedBytes, stream>>>(params);
-  XS_LAUNCH_CHECK();
+  LaunchShape const shape{static_cast<unsigned>(num_blocks), Traits::kThreads, kSharedBytes, stream,
+                          early};
+  launch_early(fa3_kernel<Traits>, shape, params);
 }
 
 template <class Element, int kHeadDim, int kBlockM, int kBlockN, bool kCausal>

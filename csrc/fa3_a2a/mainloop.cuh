@@ -23,13 +23,15 @@ __device__ __forceinline__ int32_t tile_key_end(KeySpace const& keys, QueryTile 
 
 // The tiles of one block: round-robin. Where tiles come in falling order of work, every second
 // round runs backwards, so that who got the longest gets the shortest next.
+// A first round that means none; the compiler keeps the main loop in registers only with a way out
+// of `next` that comes before any arithmetic.
 constexpr int32_t kNoTiles = INT32_MAX;
 
 struct TileWalk {
   TileSchedule const& schedule;
   int32_t block;
   int32_t num_blocks;
-  int32_t round;  // of the next tile; 0, or kNoTiles
+  int32_t round;  // of the next tile; kNoTiles: there is none
 
   __device__ __forceinline__ bool next(QueryTile& tile) {
     if (round == kNoTiles) return false;
