@@ -7,9 +7,8 @@ from typing import Any
 import _report
 import _sweep
 import numpy as np
-import torch
 from _ranks import on_ranks
-from _sweep_case import TRACE_RECORDS, Case
+from _sweep_case import Case
 from _tile_trace import TileTrace, decode, phases_us
 
 from xstage_ext import SymmetricWorkspace, machine
@@ -39,11 +38,7 @@ def _rank(rank: int, config: _sweep.Config, profile: machine.MachineProfile, cal
         local = remote % config.local_experts + rank * config.local_experts
         for name in plans:
             case.ids = local if name == CONTROL else remote
-            call = case.fused(name)
-            for _ in range(calls):
-                call()
-            words = case.words(name)
-            _, trace = torch.ops.xstage.megamoe_traced(*case.tensors, *words, TRACE_RECORDS)
+            trace = case.trace(name, calls)
             workspace.check(synchronize=True)
             if writer is not None:
                 writer.write(_row(config, name, decode(trace), phases_us(trace)))

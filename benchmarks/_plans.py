@@ -35,27 +35,43 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A configuration with its measured plans."""
+    """A configuration with its measured plans.
+
+    Attributes
+    ----------
+    plans : tuple
+        Timed one after the other, at the power limit.
+    arms : dict
+        Time of the plans of the sweep's arms, us, by plan: in turns with the unfused pipeline,
+        which lets the GPU cool.
+    """
 
     config: _sweep.Config
     load: _sweep.Load
     plans: tuple[Measured, ...]
+    arms: dict[MegaMoePlan, float]
 
 
 def read(lines: Iterable[Mapping[str, Any]]) -> list[Case]:
     """Every configuration among result lines; plans whose results were wrong are left out."""
     by_key = {json.dumps(config.key): config for config in _sweep.load_configs()}
-    cases = []
+    arms: dict[str, dict[str, float]] = {}
+    grids: dict[str, list[Mapping[str, Any]]] = {}
     for line in lines:
-        if line["op"] != OP:
-            continue
-        config = by_key[json.dumps(line["shape"])]
+        key = json.dumps(line["shape"])
+        if line["op"] == OP:
+            grids[key] = [one for one in line["plans"] if one["ok"]]
+        elif line["op"] == "megamoe" and line["arm"] in _sweep.ARMS and line["ok"]:
+            arms.setdefault(key, {})[line["measured_as"]] = line["us_median"]
+    cases = []
+    for key, grid in grids.items():
+        config = by_key[key]
         plans = tuple(
             Measured(one["name"], MegaMoePlan(*one["plan"]), one["us"], tuple(one["halves_us"]))
-            for one in line["plans"]
-            if one["ok"]
+            for one in grid
         )
-        cases.append(Case(config, _sweep.load_of(config, config.draw()), plans))
+        seen = {one.plan: arms[key][one.name] for one in plans if one.name in arms.get(key, {})}
+        cases.append(Case(config, _sweep.load_of(config, config.draw()), plans, seen))
     return cases
 
 

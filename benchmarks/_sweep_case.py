@@ -16,7 +16,7 @@ from _tile_trace import decode, phases_us
 from xstage_ext import SymmetricWorkspace, reference
 from xstage_ext.planner import wire
 from xstage_ext.planner.megamoe import MegaMoePlan
-from xstage_ext.testing import compare, time_arms
+from xstage_ext.testing import WAIT_CYCLES, compare, meet, time_arms
 
 TOLERANCE = {"rtol": 2e-2, "atol": 2e-2}
 MOST_RELATIVE = 8e-3
@@ -134,8 +134,7 @@ class Case:
 
     def spans(self, name: str) -> dict[str, float]:
         """What the trace build says of one call by a plan: this rank's tiles and phases, us."""
-        words, workspace = self.words(name)
-        _, trace = torch.ops.xstage.megamoe_traced(*self.tensors, words, workspace, TRACE_RECORDS)
+        trace = self.trace(name)
         tiles = decode(trace)
         numbers = {"kernel_clock_mhz": float(tiles.clock_mhz[0]) if len(tiles.cta) else 0.0}
         for phase in (1, 2):
@@ -157,6 +156,22 @@ class Case:
                 f"linear{phase}_span_p90_us": float(p90),
             }
         return numbers | phases_us(trace)
+
+    def trace(self, name: str, warm_ups: int = 2) -> torch.Tensor:
+        """Records of one call behind others, the ranks starting together; see `_tile_trace`."""
+        words, workspace = self.words(name)
+
+        def traced() -> torch.Tensor:
+            result: torch.Tensor = torch.ops.xstage.megamoe_traced(
+                *self.tensors, words, workspace, TRACE_RECORDS
+            )[1]
+            return result
+
+        for _ in range(warm_ups):
+            traced()
+        meet()
+        torch.cuda._sleep(WAIT_CYCLES)  # type: ignore[no-untyped-call]
+        return traced()
 
     def close(self) -> None:
         """Give the channels back; all ranks, when idle."""

@@ -148,7 +148,7 @@ def measure(
     rows = []
     for row in task.predicted:
         name = task.arms[row.arm]
-        extra = row.extra | {"relative_error": error} | traces.get(name, {})
+        extra = row.extra | {"measured_as": name, "relative_error": error} | traces.get(name, {})
         rows.append(_measured(row, row.arm, times[name], ok[name], extra))
     shared = {k: v for k, v in rows[0].extra.items() if k in sweep_84.FACTS}
     rows.append(_measured(rows[0], "serial", times["serial"], ok["serial"], shared))

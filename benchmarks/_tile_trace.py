@@ -123,24 +123,31 @@ def decode(trace: torch.Tensor) -> TileTrace:
 
 
 def phases_us(trace: torch.Tensor) -> dict[str, float]:
-    """Ends of a call's phases since its start, and the length of the combine; us, of this rank.
+    """When the phases of a call end on this rank, us since its start.
 
-    `counts_us`: counts of all sources known; `tiles_us`: the last CTA's tiles done; `signal_us`:
-    all ranks done, after that; `combine_us`.
+    `counts_us`: counts of all sources known; `first_tile_us`: the median CTA's first tile begins;
+    `tiles_us`: the last CTA's tiles done; `signal_us`: until all ranks are done, after that;
+    `combine_us`: the combine's length.
     """
-    rows = trace[:, 0].reshape(-1, trace.shape[-1]).cpu().numpy()
+    words = trace.cpu().numpy()
+    rows = words[:, 0].reshape(-1, words.shape[-1])
     rows = rows[rows[:, 0] != 0]
     if not len(rows):
         return {}
     origin = rows[:, 2].min()
 
-    def of(kind: int, column: int) -> float:
+    def of(kind: int, column: int) -> FloatArray:
         values = rows[rows[:, 0] == kind, column]
-        return float(values.max() - origin) / 1e3 if len(values) else float("nan")
+        return np.asarray((values - origin) / 1e3)
 
+    math = words[:, _MATH_TRACKS[0], 0]
+    first = (math[math[:, 0] == _TILE, 2] - origin) / 1e3
+    prologue = rows[rows[:, 0] == _PROLOGUE]
+    known = (prologue[:, 2] - origin + prologue[:, 6]) / 1e3
     return {
-        "counts_us": of(_PROLOGUE, 3),
-        "tiles_us": of(_TAIL, 2),
-        "signal_us": of(_TAIL, 3) - of(_TAIL, 2),
-        "combine_us": of(_COMBINE, 3) - of(_TAIL, 3),
+        "counts_us": float(np.median(known)),
+        "first_tile_us": float(np.median(first)),
+        "tiles_us": float(of(_TAIL, 2).max()),
+        "signal_us": float(of(_TAIL, 3).max() - of(_TAIL, 2).max()),
+        "combine_us": float(of(_COMBINE, 3).max() - of(_TAIL, 3).max()),
     }

@@ -15,6 +15,8 @@ that case. Arms, all in one process, interleaved, each the maximum over ranks:
   chosen                   the planner's plan
   local                    our kernel, the same rows, all experts on this rank
   gemms                    torch's two grouped products alone, no activation, no copies between
+  fp8 rival                the public Hopper FP8 MegaMoE (deep_gemm) where it is installed: half
+                           the bytes, twice the arithmetic rate, so a reference, no competitor
   unfused                  sort, NCCL All-to-All, grouped products, NCCL back, weighted sum
 
 Every arm is compared with the unfused pipeline before timing, ours with each other bit for bit.
@@ -30,6 +32,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from _report import ResultWriter, Row, line
+from _rival_moe import rival_arm
 
 from xstage_ext import SymmetricWorkspace, machine, reference
 from xstage_ext.planner import choose
@@ -87,6 +90,8 @@ SHAPES = (
 
 Call = Callable[[], torch.Tensor]
 
+RIVAL = "fp8 rival"
+
 
 class Layer:
     """Tensors of this rank for one shape."""
@@ -112,6 +117,11 @@ class Layer:
         self.x = normal(shape.tokens, hidden)
         self.w13 = normal(shape.local_experts, 2 * inner, hidden, scale=hidden**-0.5)
         self.w2 = normal(shape.local_experts, hidden, inner, scale=inner**-0.5)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """x, topk_idx, topk_weights, w13, w2."""
+        return self.x, self.ids, self.weights, self.w13, self.w2
 
     @property
     def flops(self) -> float:
@@ -149,7 +159,7 @@ class Layer:
 
     def unfused(self) -> torch.Tensor:
         """The serial pipeline."""
-        return reference.moe_unfused(self.x, self.ids, self.weights, self.w13, self.w2)
+        return reference.moe_unfused(*self.tensors)
 
 
 def plans_of(shape: Shape, world: int, names: list[str]) -> dict[str, MegaMoePlan]:
@@ -205,7 +215,13 @@ def measure(shape: Shape, names: list[str], pairs: int, rank: int, world: int) -
             calls["local"] = layer.fused(plans["local"], own, "local")
         calls["gemms"] = layer.gemms()
         calls["unfused"] = layer.unfused
-        ok = check(calls, layer.unfused())
+        wanted = layer.unfused()
+        ok = check(calls, wanted)
+        rival, why_not = rival_arm(layer.tensors, wanted)
+        if rival is not None:
+            calls[RIVAL], ok[RIVAL] = rival, True
+        elif rank == 0:
+            print(f"{RIVAL}: skipped: {why_not}", flush=True)
         times = time_arms(calls, pairs=pairs)
         workspace.check(synchronize=True)
         if own is not None:
@@ -223,7 +239,7 @@ def measure(shape: Shape, names: list[str], pairs: int, rank: int, world: int) -
     rows = []
     for name, timing in times.items():
         us = timing.us_median
-        extra = dict(facts)
+        extra: dict[str, str | float] = dict(facts)
         if name in plans:
             extra["plan"] = " ".join(map(str, plans[name].words()))
             extra["workspace_bytes"] = plans[name].bytes()

@@ -6,7 +6,7 @@
 Tensors and plans are those of bench_megamoe. Between GPUs, `local` (all experts on this rank) is
 the control: what a schedule does to the tiles, without a link. Prints a breakdown per arm; --out
 also writes Chrome/Perfetto JSON and a timeline. The trace build writes a few records per tile; its
-calls are about 1% longer.
+calls are about 1% longer. `xstage trace` does the same for a layer of your own.
 """
 
 from __future__ import annotations
@@ -20,28 +20,7 @@ import torch
 import torch.distributed as dist
 from bench_megamoe import ARMS, SHAPES, Layer, plans_of
 
-from xstage_ext import SymmetricWorkspace
-from xstage_ext.planner.megamoe import MegaMoePlan
-from xstage_ext.testing import meet
-from xstage_ext.trace import MegaMoETrace
-from xstage_ext.workspace import region_bytes
-
-RECORDS = 512
-
-
-def trace(layer: Layer, plan: MegaMoePlan, name: str, calls: int) -> MegaMoETrace:
-    """The last of a few traced calls; every rank calls it."""
-    backend = {"backend": "virtual", "world": 1} if plan.world == 1 else {}
-    with SymmetricWorkspace(nbytes=region_bytes([plan.bytes()]), **backend) as workspace:
-        words = workspace.channel(name, plan.bytes()).words()
-        ids = layer.ids if plan.world == layer.world else layer.ids % plan.num_experts
-        for _ in range(calls):
-            meet()
-            _, records = torch.ops.xstage.megamoe_traced(
-                layer.x, ids, layer.weights, layer.w13, layer.w2, plan.words(), words, RECORDS
-            )
-        workspace.check(synchronize=True)
-    return MegaMoETrace.read(records)
+from xstage_ext._trace_moe import MoETensors, trace_plan
 
 
 def main() -> None:
@@ -60,10 +39,10 @@ def main() -> None:
             stack.callback(dist.destroy_process_group)
             rank, world = dist.get_rank(), dist.get_world_size()
         shape = SHAPES[o.shape]
-        layer = Layer(shape, rank, world)
+        tensors = MoETensors(*Layer(shape, rank, world).tensors)
         names = o.arms or ["wave st", "wave bulk", "inter st", "inter paced"]
         for name, plan in plans_of(shape, world, names).items():
-            result = trace(layer, plan, name, o.calls)
+            result = trace_plan(tensors, plan, o.calls)
             print(f"== {name}, rank {rank} of {world}\n{result.breakdown()}", flush=True)
             if o.out is not None and rank == 0:
                 o.out.mkdir(parents=True, exist_ok=True)

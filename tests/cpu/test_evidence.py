@@ -185,6 +185,21 @@ def test_decode_reads_tiles_of_both_math_tracks(tile_trace):
     assert len(empty.cta) == len(empty.activity(1.0)) == 0
 
 
+def test_phases_of_a_call(tile_trace):
+    words = torch.zeros(2, 4, 3, 8, dtype=torch.int64)
+    for cta, late in ((0, 0), (1, 2_000)):
+        words[cta, 0, 0] = torch.tensor([2, 0, 1_000, 99_000, 0, 0, 47_000, 0])
+        words[cta, 0, 1] = torch.tensor([4, 0, 60_000 + late, 71_000, 0, 0, 0, 0])
+        words[cta, 0, 2] = torch.tensor([5, 0, 71_000, 81_000 - late, 0, 0, 0, 0])
+        words[cta, 1, 0] = torch.tensor([1, 1 << 48, 51_000 + late, 60_000, 0, 0, 0, 0])
+    phases = tile_trace.phases_us(words)
+    assert phases == {
+        "counts_us": 47.0, "first_tile_us": 51.0, "tiles_us": 61.0, "signal_us": 9.0,
+        "combine_us": 10.0,
+    }  # fmt: skip
+    assert tile_trace.phases_us(torch.zeros(1, 4, 1, 8, dtype=torch.int64)) == {}
+
+
 def test_waits_for_operands_are_not_activity(tile_trace):
     ones = np.ones(2)
     begin, end = np.array([0.0, 2.0]), np.array([2.0, 4.0])
