@@ -169,8 +169,8 @@ class Case:
 
         for _ in range(warm_ups):
             traced()
-        meet()
         torch.cuda._sleep(WAIT_CYCLES)  # type: ignore[no-untyped-call]
+        meet()
         return traced()
 
     def close(self) -> None:

@@ -76,9 +76,8 @@ def launch(job: Job) -> None:
 def task_of(config: Config, job: Job, predict: bool) -> Task:
     """Plans of a configuration, the same on every rank."""
     wanted = {arm: _sweep.plan_of(config, arm, job.profile) for arm in ARMS}
-    grid = _sweep.GRID if job.grid_pairs else {}
-    named = [*wanted.items(), *((n, _sweep.grid_plan(config, n, job.profile)) for n in grid)]
-    plans = distinct(named)
+    grid = _sweep.grid_plans(config, job.profile) if job.grid_pairs else {}
+    plans = distinct([*wanted.items(), *grid.items()])
     name_of = {plan: name for name, plan in plans.items()}
     rows = sweep_84.predicted_rows(config, job.profile) if predict else []
     return Task(config, {arm: name_of[plan] for arm, plan in wanted.items()}, plans, rows)

@@ -91,8 +91,11 @@ def _(problem: MoEProblem, device: torch.device) -> str | None:
 
 @describe.register
 def _(problem: MoEProblem, device: torch.device) -> str:
-    decision = choose.choose(problem)
+    profile = choose.profile_here()
+    decision = choose.choose(problem, profile)
+    us = choose.predicted_us(problem, decision.plan, profile)
     return (
-        f"runs natively, schedule {decision.action}, {decision.bytes / 1e6:.0f} MB of workspace "
-        f"per rank: {decision.reason} (profile {decision.profile}, {decision.provenance})"
+        f"runs natively, schedule {decision.action}, predicted {us:.0f} us, "
+        f"{decision.bytes / 1e6:.0f} MB of workspace per rank: {decision.reason} "
+        f"(profile {decision.profile}, {decision.provenance})"
     )

@@ -10,7 +10,8 @@ import numpy as np
 
 from .machine import MachineProfile
 from .model import BurstGap, Regime, burst_shadow
-from .planner.choose import Decision, choose
+from .planner import ranking
+from .planner.choose import Decision, choose, family_plan, predicted_us
 from .planner.megamoe import MegaMoePlan
 from .planner.problem import MoEProblem
 from .simulate import TILE_COLUMNS, Assumptions, Simulation, simulate_megamoe, tile_us
@@ -56,6 +57,7 @@ class PlanReport:
 
     problem: MoEProblem
     decision: Decision
+    alternatives: tuple[tuple[str, float], ...]
     bursts: tuple[BurstReport, ...]
     simulation: Simulation
 
@@ -64,6 +66,7 @@ class PlanReport:
         return {
             "problem": dataclasses.asdict(self.problem),
             "decision": dataclasses.asdict(self.decision),
+            "alternatives": dict(self.alternatives),
             "bursts": [dataclasses.asdict(burst) for burst in self.bursts],
             "predicted": {
                 "total_us": self.simulation.total_us,
@@ -87,8 +90,12 @@ class PlanReport:
             f"Floors: arithmetic {d.floors.compute_us:.0f}, link {d.floors.egress_us:.0f}, "
             f"weights {d.floors.weights_us:.0f} us. Workspace {d.bytes / 1e6:.0f} MB per rank.",
             "",
-            "Best prediction of each alternative, us:",
-            *(f"  {name:<22} {us:8.1f}" for name, us in d.alternatives),
+            "Families of plans, by expected time over the chosen one's (a ranking fitted to "
+            "measurements), and what the simulator says, us:",
+            *(
+                f"  {name:<22} {ratio:6.3f}  {us:8.1f}"
+                for (name, us), (_, ratio) in zip(self.alternatives, d.expected, strict=True)
+            ),
             "",
             "Linear-2 tiles (in step: max(T0, V/R - G, (V - Q)/R); free: max(T0, V/R - G)), us:",
             "  order        store  regime     V MB   V/R     G    T0  Q MB    G*  in step   free"
@@ -157,8 +164,16 @@ def plan_report(problem: MoEProblem, profile: MachineProfile, **overrides: int) 
     simulation = simulate_megamoe(
         decision.plan, problem.even_counts(), profile, trace=True, num_tokens=problem.load
     )
+    alternatives = tuple(
+        (name, predicted_us(problem, family_plan(problem, profile, _fields(name)), profile))
+        for name, _ in decision.expected
+    )
     bursts = burst_reports(decision.plan, profile, problem.remote)
-    return PlanReport(problem, decision, bursts, simulation)
+    return PlanReport(problem, decision, alternatives, bursts, simulation)
+
+
+def _fields(family: str) -> dict[str, int]:
+    return ranking.DEFAULTS | ranking.FAMILIES[family]
 
 
 def draw_timeline(

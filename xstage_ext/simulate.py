@@ -31,12 +31,21 @@ class Assumptions:
     Attributes
     ----------
     setup_us : float
-        Start of the kernel until tokens can be pulled: counting, routes, one exchange of signals.
+        Start of the kernel until tokens can be pulled: counting and routes.
+    exchange_us : float
+        The same where ranks exchange counts: what waiting for the peers' signals adds.
     epilogue1_us, epilogue2_us : float
         What a tile of 128 x 256 takes beside its main loop: accumulators to activations or to
         staged results, stores, flags. By the kernel's traces on H200; other tiles in proportion.
     sustained : float
-        Share of the main loop's rate that is left at the power limit.
+        Share of the profile's matrix rate in a kernel that does nothing but multiply.
+    power_exponent : float
+        At the power limit the clock rises when tensor cores idle: the rate goes with their share
+        of the time to the power of minus this. A third would be power = share x clock^3.
+    most_rate : float
+        The rate at the highest clock, as a multiple of the profile's matrix rate.
+    combine_share : float
+        Share of the profile's memory rate that the combine reaches.
     sharing_penalty : float
         By how much main loops are longer when only two clusters read a weight tile at the same
         time; an eighth of it at four. Fitted to the kernel, not explained (L2 is suspected).
@@ -62,9 +71,13 @@ class Assumptions:
     """
 
     setup_us: float = 12.0
+    exchange_us: float = 0.0
     epilogue1_us: float = 4.4
     epilogue2_us: float = 1.9
     sustained: float = 0.96
+    power_exponent: float = 0.2
+    most_rate: float = 1.3
+    combine_share: float = 1.0
     sharing_penalty: float = 0.17
     prefetch_stages: int = 4
     block_k: int = 64
@@ -207,18 +220,29 @@ def simulate_megamoe(
         Tokens of this rank, for the combine; the plan's `max_tokens` without it.
     """
     rows = np.asarray(counts, dtype=np.int64)
-    machine = _machine(plan, profile, coupling, assume, rows.sum(axis=0))
     mechanism = profile.mechanism(MECHANISM_OF_STORE[STORES[plan.store]])
     curve = mechanism.R_both_GBps or mechanism.R_GBps
     rates = torch.from_numpy(curve(np.arange(plan.num_sms + 1, dtype=np.float64)))
-    summary, workers, link, tiles = torch.ops.xstage.megamoe_simulate(
-        plan.words(), rows.reshape(-1).tolist(), rank, machine, rates, trace
-    )
+
+    def run(rate: float, trace: bool) -> tuple[torch.Tensor, ...]:
+        machine = _machine(plan, profile, coupling, assume, rows.sum(axis=0), rate)
+        flat = rows.reshape(-1).tolist()
+        found: tuple[torch.Tensor, ...] = torch.ops.xstage.megamoe_simulate(
+            plan.words(), flat, rank, machine, rates, trace
+        )
+        return found
+
+    rate = assume.sustained
+    if assume.power_exponent > 0.0:
+        summary, workers, *_ = run(rate, False)
+        busy = float(workers[:, WORKER_COLUMNS.index("math_us")].mean()) / float(summary[0, 0])
+        rate = min(assume.most_rate, rate * max(busy, 0.1) ** -assume.power_exponent)
+    summary, workers, link, tiles = run(rate, trace)
     tiles_us, drained_us, pulled_us, store_bytes, pull_bytes, memory_bytes = summary[0].tolist()
     visibility = assume.visibility_us
     signal = mechanism.visibility_us if visibility is None else visibility
     tokens = plan.max_tokens if num_tokens is None else num_tokens
-    combine_us = _combine_us(plan, profile, tokens, tiles_us)
+    combine_us = _combine_us(plan, profile, tokens, tiles_us) / assume.combine_share
     last = max(tiles_us, drained_us + signal + profile.rates.flag_us)
     bin_us = _BIN_US
     return Simulation(
@@ -246,6 +270,7 @@ def _machine(
     coupling: str,
     assume: Assumptions,
     rows: npt.NDArray[np.int64],
+    rate: float,
 ) -> torch.Tensor:
     """The numbers of XS_SIMULATION_FIELDS, in the order that the binary names."""
     store = STORES[plan.store]
@@ -258,7 +283,7 @@ def _machine(
     linear2_us, _ = tile_us(profile, plan, plan.intermediate, assume.block_k)
     busy = rows[rows > 0]
     blocks = float((-(-busy // plan.block_m)).mean()) if len(busy) else 1.0
-    slowdown = sharing_slowdown(plan, blocks, assume.sharing_penalty) / assume.sustained
+    slowdown = sharing_slowdown(plan, blocks, assume.sharing_penalty) / rate
     hbm_GBps = assume.hbm_share * profile.rates.hbm_GBps
     even = hbm_GBps / profile.gpu.num_sms
     k = float(plan.num_sms)
@@ -269,7 +294,7 @@ def _machine(
         "epilogue1_us": assume.epilogue1_us * area,
         "epilogue2_us": assume.epilogue2_us * area,
         "flag_us": profile.rates.flag_us,
-        "setup_us": assume.setup_us,
+        "setup_us": assume.setup_us + (assume.exchange_us if plan.world > 1 else 0.0),
         "hbm_GBps": hbm_GBps,
         "hbm_sm_GBps": even * assume.hbm_sm_share,
         "reuse_bytes": profile.gpu.l2_bytes * assume.l2_reuse,

@@ -43,7 +43,8 @@ def test_plan_moe_in_all_forms(tmp_path):
     )
     assert report["decision"]["action"] == decision.action
     assert report["decision"]["plan"]["lead_blocks"] == decision.plan.lead_blocks
-    assert report["predicted"]["total_us"] == pytest.approx(decision.predicted_us)
+    family, _ = decision.expected[0]
+    assert report["predicted"]["total_us"] == pytest.approx(report["alternatives"][family])
     assert decision.reason in text
     assert f"({PROFILE.provenance})" in text
     assert picture.stat().st_size > 10_000

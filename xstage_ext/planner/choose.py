@@ -1,7 +1,7 @@
-"""Chooses the plan of a megamoe layer: candidates from the problem, judged by the simulator.
+"""Chooses the plan of a megamoe layer: a few families of plans, ranked by what was measured.
 
-The simulator walks the kernel's own schedule against the Burst-Gap law of the machine profile. Any
-choice can be overridden by naming a field of the plan.
+Any choice can be overridden by naming a field of the plan. What a plan takes is predicted by the
+simulator, which walks the kernel's own schedule against the Burst-Gap law of the machine profile.
 """
 
 from __future__ import annotations
@@ -15,25 +15,12 @@ import torch
 from .. import _env, machine
 from ..errors import PlanError, ProfileError
 from ..simulate import simulate_megamoe
+from . import ranking
 from .megamoe import SCHEDULES, STORES, WEIGHT_LAYOUTS, MegaMoePlan
 from .problem import MoEProblem
 
 RING_BYTES = 512_000_000
 """Most bytes that the two rings of a rank take by default."""
-
-_GROUP = 16
-"""Most m-blocks of a group. Measured on H200 (docs/perf_log.md): a group reads its weights once, so
-small groups, and mixing the tiles of two groups, cost up to a quarter of the time."""
-
-_WAVE = 64
-"""m-blocks of a wave. Measured: shorter and longer waves are slower."""
-
-_X_RING = 64
-"""m-blocks of tokens that are pulled ahead. Measured: more of them gain nothing."""
-
-_INTERLEAVING_COST = 0.03
-"""Measured with all rows local (docs/perf_log.md), unknown to the simulator: the wave stays unless
-interleaving is predicted to gain more than this share."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,10 +71,8 @@ class Decision:
         What the ops take (`plan.words()`).
     reason : str
         One or two sentences for people.
-    predicted_us : float
-        Of this plan; a prediction by the simulator from `profile`.
-    alternatives : tuple of (str, float)
-        Best prediction of every schedule and way to store, in us.
+    expected : tuple of (str, float)
+        Families of plans, the fastest first, and their expected time over its.
     floors : Floors
         What no schedule can beat.
     bytes : int
@@ -99,8 +84,7 @@ class Decision:
     action: str
     plan: MegaMoePlan
     reason: str
-    predicted_us: float
-    alternatives: tuple[tuple[str, float], ...]
+    expected: tuple[tuple[str, float], ...]
     floors: Floors
     bytes: int
     profile: str
@@ -137,7 +121,7 @@ def choose(
     ring_bytes: int = RING_BYTES,
     **overrides: int,
 ) -> Decision:
-    """Decide schedule, lead, ring sizes and the way to store.
+    """Decide schedule, lead, ring sizes and the way to store; under a millisecond, then cached.
 
     Parameters
     ----------
@@ -156,11 +140,12 @@ def choose(
         An override is no field, or makes the plan impossible.
     """
     if profile is None:
-        profile = _profile_here()
-    return _cached(problem, profile.to_json(), ring_bytes, tuple(sorted(overrides.items())))
+        profile = profile_here()
+    given = tuple(sorted(overrides.items()))
+    return _cached(_Asked(problem, profile.to_json(), ring_bytes, given, profile))
 
 
-def _profile_here() -> machine.MachineProfile:
+def profile_here() -> machine.MachineProfile:
     """The profile of this GPU; of a Hopper GPU that none describes, the bundled H200's."""
     try:
         return machine.load_here()
@@ -170,12 +155,21 @@ def _profile_here() -> machine.MachineProfile:
         return machine.load("h200x2")
 
 
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """A question to the planner; profiles are equal when their texts are."""
+
+    problem: MoEProblem
+    profile_json: str
+    ring_bytes: int
+    given: tuple[tuple[str, int], ...]
+    profile: machine.MachineProfile = dataclasses.field(compare=False, repr=False)
+
+
 @functools.lru_cache(maxsize=256)
-def _cached(
-    problem: MoEProblem, profile_json: str, ring_bytes: int, overrides: tuple[tuple[str, int], ...]
-) -> Decision:
+def _cached(asked: _Asked) -> Decision:
     """One decision per problem and profile: the layers of a model share it."""
-    return _decide(problem, machine.from_json(profile_json), ring_bytes, dict(overrides))
+    return _decide(asked.problem, asked.profile, asked.ring_bytes, dict(asked.given))
 
 
 def _decide(
@@ -184,22 +178,14 @@ def _decide(
     ring_bytes: int,
     overrides: Mapping[str, int],
 ) -> Decision:
-    counts = problem.even_counts()
-    best: dict[tuple[str, str], tuple[float, MegaMoePlan]] = {}
-    for plan in candidates(problem, profile, ring_bytes, overrides):
-        label = SCHEDULES[plan.schedule], STORES[plan.store]
-        us = simulate_megamoe(plan, counts, profile, num_tokens=problem.load).total_us
-        if label not in best or us < best[label][0]:
-            best[label] = us, plan
-    cost = {"wave": 1.0, "interleaved": 1.0 + _INTERLEAVING_COST}
-    chosen, (us, plan) = min(best.items(), key=lambda item: item[1][0] * cost[item[0][0]])
+    told = ranking.relative_times(problem, profile)
+    family, plan = next(_plans(problem, profile, ring_bytes, overrides, list(told)))
     least = floors(problem, profile)
     return Decision(
-        action=chosen[0],
+        action=SCHEDULES[plan.schedule],
         plan=plan,
-        reason=_reason(chosen, us, best, least, plan),
-        predicted_us=us,
-        alternatives=tuple((" ".join(label), time) for label, (time, _) in sorted(best.items())),
+        reason=_reason(family, told, least, plan),
+        expected=tuple(told.items()),
         floors=least,
         bytes=plan.bytes(),
         profile=profile.name,
@@ -207,22 +193,25 @@ def _decide(
     )
 
 
-def _reason(
-    chosen: tuple[str, str],
-    us: float,
-    best: Mapping[tuple[str, str], tuple[float, MegaMoePlan]],
-    least: Floors,
-    plan: MegaMoePlan,
-) -> str:
-    text = f"{least.binding} sets the floor ({least.us:.0f} us); {' '.join(chosen)} is predicted"
-    text += f" at {us:.0f} us"
-    others = [time for (schedule, _), (time, _) in best.items() if schedule != chosen[0]]
-    if others:
-        other = "interleaved" if chosen[0] == "wave" else "wave"
-        text += f", the best {other} at {min(others):.0f} us"
+def _reason(family: str, told: Mapping[str, float], least: Floors, plan: MegaMoePlan) -> str:
+    schedule = ranking.FAMILIES[family]["schedule"]
+    others = [us for name, us in told.items() if ranking.FAMILIES[name]["schedule"] != schedule]
+    other = "interleaved" if plan.schedule == 0 else "wave"
+    gain = min(others) / told[family] - 1.0
+    text = f"{least.binding} sets the floor ({least.us:.0f} us)"
+    if plan.schedule != schedule:
+        return f"{text}; the schedule is given"
+    text += f"; {SCHEDULES[schedule]} with {STORES[plan.store]} stores should be {abs(gain):.1%} "
+    text += f"{'faster' if gain >= 0 else 'slower'} than the best {other}"
     if plan.schedule == 1:
         text += f"; Linear-1 leads by {plan.lead_blocks} m-blocks"
     return text
+
+
+def predicted_us(problem: MoEProblem, plan: MegaMoePlan, profile: machine.MachineProfile) -> float:
+    """What the simulator says of a plan with even routing, us; milliseconds of work."""
+    counts = problem.even_counts()
+    return simulate_megamoe(plan, counts, profile, num_tokens=problem.load).total_us
 
 
 def candidates(
@@ -231,49 +220,88 @@ def candidates(
     ring_bytes: int = RING_BYTES,
     overrides: Mapping[str, int] | None = None,
 ) -> Iterator[MegaMoePlan]:
-    """Plans worth judging; every one is possible."""
-    given = dict(overrides or {})
+    """Plans worth judging, each once; every one is possible."""
+    given, names = dict(overrides or {}), list(ranking.FAMILIES)
+    yield from dict.fromkeys(plan for _, plan in _plans(problem, profile, ring_bytes, given, names))
+
+
+def _plans(
+    problem: MoEProblem,
+    profile: machine.MachineProfile,
+    ring_bytes: int,
+    given: Mapping[str, int],
+    names: Sequence[str],
+) -> Iterator[tuple[str, MegaMoePlan]]:
+    """The plan of every named family that agrees with the given schedule and store."""
     unknown = given.keys() - {field.name for field in dataclasses.fields(MegaMoePlan)}
     if unknown:
         raise PlanError(f"xstage.choose: {', '.join(sorted(unknown))}: not a field of MegaMoePlan")
-    seen = set()
-    for base in _bases(problem, profile, given):
-        for schedule in (0, 1) if "schedule" not in given else (given["schedule"],):
-            distances = _distances(base, problem, schedule, ring_bytes)
-            for distance in distances:
-                plan = _with_distance(base, problem, schedule, distance, ring_bytes)
-                plan = _legal(dataclasses.replace(plan, **given), given)
-                if plan not in seen:
-                    seen.add(plan)
-                    yield plan
+    for kept in (("schedule", "store"), ("schedule",), ("store",), ()):
+        agreeing = [
+            name
+            for name in names
+            if all(ranking.FAMILIES[name][key] == given[key] for key in kept if key in given)
+        ]
+        if agreeing:
+            break
+    for name in agreeing:
+        fields = ranking.DEFAULTS | ranking.FAMILIES[name]
+        plan = family_plan(problem, profile, fields, ring_bytes, given)
+        yield name, _legal(dataclasses.replace(plan, **given), given)
 
 
-def _bases(
-    problem: MoEProblem, profile: machine.MachineProfile, given: Mapping[str, int]
-) -> Iterator[MegaMoePlan]:
-    """Shape, tile and stores; schedule and rings follow."""
-    per_expert = problem.rows / problem.experts_per_rank
-    instance = _tile(per_expert, instances())
+def family_plan(
+    problem: MoEProblem,
+    profile: machine.MachineProfile,
+    fields: Mapping[str, int],
+    ring_bytes: int = RING_BYTES,
+    given: Mapping[str, int] | None = None,
+) -> MegaMoePlan:
+    """The plan of a family for a problem: distances cut to the load, rings from them.
+
+    Parameters
+    ----------
+    fields : mapping
+        As in `ranking.FAMILIES`, with `ranking.DEFAULTS`.
+    given : mapping, optional
+        Fields of the tile and the grid that the caller fixes.
+    """
+    base = _base(problem, profile, fields, given or {})
+    blocks = _load_blocks(base, problem)
+    most = max(base.group_blocks, ring_bytes // 2 // (2 * base.block_m * base.intermediate))
+    key = "wave_blocks" if base.schedule == 0 else "lead_blocks"
+    distance = max(1, min(fields[key], blocks, most))
+    return _with_rings(base, problem, distance, fields["x_ring_blocks"], ring_bytes)
+
+
+def _base(
+    problem: MoEProblem,
+    profile: machine.MachineProfile,
+    fields: Mapping[str, int],
+    given: Mapping[str, int],
+) -> MegaMoePlan:
+    """Shape, tile, order and stores; rings follow."""
+    instance = _tile(problem.rows / problem.experts_per_rank, instances())
     cluster = given.get("cluster_size", instance.cluster_size)
-    block_m = given.get("block_m", instance.block_m)
-    blocks = max(1, -(-round(per_expert) // block_m))
-    for store in (2, 1) if "store" not in given else (given["store"],):
-        yield MegaMoePlan(
-            world=problem.world,
-            num_experts=problem.num_experts,
-            topk=problem.topk,
-            hidden=problem.hidden,
-            intermediate=problem.intermediate,
-            max_tokens=problem.max_tokens,
-            block_m=block_m,
-            block_n=given.get("block_n", instance.block_n),
-            cluster_size=cluster,
-            num_sms=given.get("num_sms", profile.gpu.num_sms // cluster * cluster),
-            group_blocks=given.get("group_blocks", min(_GROUP, max(cluster, blocks))),
-            mix=0,
-            store=store,
-            weight_layout=WEIGHT_LAYOUTS.index(problem.weight_layout),
-        )
+    plan = MegaMoePlan(
+        world=problem.world,
+        num_experts=problem.num_experts,
+        topk=problem.topk,
+        hidden=problem.hidden,
+        intermediate=problem.intermediate,
+        max_tokens=problem.max_tokens,
+        block_m=given.get("block_m", instance.block_m),
+        block_n=given.get("block_n", instance.block_n),
+        cluster_size=cluster,
+        num_sms=given.get("num_sms", profile.gpu.num_sms // cluster * cluster),
+        schedule=fields["schedule"],
+        store=fields["store"],
+        slice_rows=fields["slice_rows"],
+        mix=0,
+        weight_layout=WEIGHT_LAYOUTS.index(problem.weight_layout),
+    )
+    group = min(fields["group_blocks"], max(cluster, _load_blocks(plan, problem)))
+    return dataclasses.replace(plan, group_blocks=given.get("group_blocks", group))
 
 
 def _tile(per_expert: float, compiled: Sequence[Instance]) -> Instance:
@@ -284,8 +312,9 @@ def _tile(per_expert: float, compiled: Sequence[Instance]) -> Instance:
 
 def _load_blocks(plan: MegaMoePlan, problem: MoEProblem) -> int:
     """m-blocks of a rank when the load is even."""
-    counts = problem.even_counts().sum(axis=0)
-    return max(1, int((-(-counts // plan.block_m)).sum()))
+    each, more = divmod(problem.rows, problem.experts_per_rank)
+    blocks = [-(-rows // plan.block_m) for rows in (each, each + 1)]
+    return max(1, blocks[0] * (problem.experts_per_rank - more) + blocks[1] * more)
 
 
 def _max_blocks(plan: MegaMoePlan) -> int:
@@ -293,35 +322,22 @@ def _max_blocks(plan: MegaMoePlan) -> int:
     return min(rows // plan.block_m + plan.experts_per_rank, rows)
 
 
-def _distances(plan: MegaMoePlan, problem: MoEProblem, schedule: int, ring_bytes: int) -> list[int]:
-    """Leads (interleaved) or wave sizes to try, in m-blocks."""
-    blocks = _load_blocks(plan, problem)
-    # Blocks whose Linear-1 keeps all SMs busy for one round.
-    round_blocks = max(plan.group_blocks, -(-plan.num_sms // plan.linear1_tiles))
-    most = max(round_blocks, ring_bytes // 2 // (2 * plan.block_m * plan.intermediate))
-    if schedule == 0:
-        wanted = [min(blocks, _WAVE)]
-    else:
-        wanted = [max(round_blocks, groups * plan.group_blocks) for groups in (1, 2, 3, 4)]
-    return sorted({max(1, min(distance, blocks, most)) for distance in wanted})
-
-
-def _with_distance(
-    base: MegaMoePlan, problem: MoEProblem, schedule: int, distance: int, ring_bytes: int
+def _with_rings(
+    base: MegaMoePlan, problem: MoEProblem, distance: int, x_ring: int, ring_bytes: int
 ) -> MegaMoePlan:
     """Rings from the schedule: what it needs, and a round of tiles more so that nobody waits."""
     most = _max_blocks(base)
     spare = base.group_blocks + -(-base.num_sms // base.linear2_tiles)
-    least = distance if schedule == 0 else distance + 2 * base.group_blocks
+    wave = base.schedule == 0
+    least = distance if wave else distance + 2 * base.group_blocks
     h_ring = max(least, min(least + spare, most))
     room = ring_bytes - 2 * h_ring * base.block_m * base.intermediate
     fits = room // (2 * base.block_m * base.hidden)
-    wanted = min(_X_RING, _load_blocks(base, problem) * 5 // 4)
+    wanted = min(x_ring, _load_blocks(base, problem) * 5 // 4)
     return dataclasses.replace(
         base,
-        schedule=schedule,
-        lead_blocks=distance if schedule == 1 else 0,
-        wave_blocks=distance if schedule == 0 else 1,
+        lead_blocks=0 if wave else distance,
+        wave_blocks=distance if wave else 1,
         h_ring_blocks=h_ring,
         x_ring_blocks=max(2 * base.group_blocks, min(wanted, most, fits)),
     )

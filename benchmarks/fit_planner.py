@@ -1,0 +1,129 @@
+"""Fits the planner's ranking of plans to the measured sweep, and judges it by shapes left out.
+
+    python benchmarks/fit_planner.py            # judge the weights that the package ships
+    python benchmarks/fit_planner.py --fit      # fit them again and write them
+
+The weights are a ridge regression per family of plans (xstage_ext/planner/ranking.py), from shapes
+that are not held out. Their penalty is chosen by leaving out one of these shapes after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+
+import _plans
+import _report
+import numpy as np
+from render_readme import origin
+
+from xstage_ext import machine
+from xstage_ext.planner import ranking
+from xstage_ext.planner.choose import family_plan
+
+PENALTIES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+Families = dict[str, _plans.Measured]
+
+
+def families_of(case: _plans.Case, profile: machine.MachineProfile) -> Families:
+    """What was measured for each family's plan; families may share a plan."""
+    by_plan = {one.plan: one for one in case.plans}
+    found = {}
+    for name, fields in ranking.FAMILIES.items():
+        plan = family_plan(case.config.problem, profile, ranking.DEFAULTS | fields)
+        if plan in by_plan:
+            found[name] = by_plan[plan]
+    return found
+
+
+def fit(
+    cases: Sequence[_plans.Case], profile: machine.MachineProfile, penalty: float, source: str
+) -> ranking.Ranking:
+    """Weights from measured configurations."""
+    values = np.array([ranking.features(case.config.problem, profile) for case in cases])
+    rows: dict[str, list[list[float]]] = {name: [] for name in ranking.FAMILIES}
+    logs: dict[str, list[float]] = {name: [] for name in ranking.FAMILIES}
+    for case, value in zip(cases, values, strict=True):
+        found = families_of(case, profile)
+        mean = np.mean([np.log(one.us) for one in found.values()])
+        for name, one in found.items():
+            rows[name].append(ranking.terms(value.tolist()))
+            logs[name].append(float(np.log(one.us) - mean))
+    weights = {}
+    for name in ranking.FAMILIES:
+        if len(logs[name]) < 3:
+            continue
+        x, y = np.array(rows[name]), np.array(logs[name])
+        ridge = penalty * np.eye(x.shape[1])
+        ridge[0, 0] = 1e-3
+        weights[name] = np.linalg.solve(x.T @ x + ridge, x.T @ y).round(5).tolist()
+    ends = np.stack([values.min(axis=0), values.max(axis=0)], axis=1).round(3)
+    ranges = [(float(low), float(high)) for low, high in ends]
+    return ranking.Ranking(weights, ranges, source)
+
+
+def regrets(
+    cases: Sequence[_plans.Case], profile: machine.MachineProfile, rule: ranking.Ranking
+) -> list[tuple[float, str, str]]:
+    """Per configuration: cost of the rule's choice over the best measured plan, and its name."""
+    costs = []
+    for case in cases:
+        found = families_of(case, profile)
+        told = rule.log_times(ranking.features(case.config.problem, profile))
+        chosen = min((name for name in told if name in found), key=lambda name: told[name])
+        costs.append((_plans.regret(case.plans, found[chosen]), case.config.name, chosen))
+    return costs
+
+
+def left_out(
+    cases: Sequence[_plans.Case], profile: machine.MachineProfile, penalty: float
+) -> list[tuple[float, str, str]]:
+    """Regrets when the weights come from the other models."""
+    costs = []
+    for model in sorted({case.config.model for case in cases}):
+        others = [case for case in cases if case.config.model != model]
+        mine = [case for case in cases if case.config.model == model]
+        costs += regrets(mine, profile, fit(others, profile, penalty, ""))
+    return costs
+
+
+def text(label: str, costs: Sequence[tuple[float, str, str]]) -> str:
+    """Median, mean, worst."""
+    values = [cost for cost, *_ in costs]
+    worst = max(costs)
+    return (
+        f"{label}: {len(values)} configurations, regret median {np.median(values):.1%}, mean "
+        f"{np.mean(values):.1%}, worst {worst[0]:.1%} ({worst[1]}: {worst[2]})"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--fit", action="store_true", help="write new weights")
+    parser.add_argument("--results", default="sweep_84.jsonl")
+    parser.add_argument("--profile", default="h200x2")
+    options = parser.parse_args()
+    profile = machine.load(options.profile)
+    lines = list(_report.read(options.results))
+    cases = _plans.read(lines)
+    fitted = [case for case in cases if not case.config.held_out]
+    if options.fit:
+        trials = {penalty: left_out(fitted, profile, penalty) for penalty in PENALTIES}
+        for penalty, costs in trials.items():
+            print(text(f"penalty {penalty:g}, each model left out in turn", costs))
+        penalty = min(trials, key=lambda p: float(np.mean([cost for cost, *_ in trials[p]])))
+        rule = fit(fitted, profile, penalty, origin(lines))
+        data = {"source": rule.source, "penalty": penalty, "ranges": rule.ranges}
+        data["weights"] = rule.weights
+        ranking._FILE.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        ranking.fitted.cache_clear()
+    rule = ranking.fitted()
+    print(text("fitted shapes", regrets(fitted, profile, rule)))
+    held_out = [case for case in cases if case.config.held_out]
+    if held_out:
+        print(text("held-out shapes", regrets(held_out, profile, rule)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Which of a few plans of a megamoe layer is fastest: a ranking fitted to the measured sweep.
+
+The simulator explains a plan, but needs milliseconds for each, and differences between good plans
+(two or three percent) are smaller than its error. So plans are ranked by a logarithm that is linear
+in a handful of features of the problem, one set of weights per family of plans, fitted by
+`benchmarks/fit_planner.py` to five of the sweep's seven shapes and judged by the other two. It
+takes microseconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+
+from .. import machine
+from .problem import MoEProblem
+
+_FILE = pathlib.Path(__file__).with_name("megamoe_ranking.json")
+_ROWS = 128.0
+"""Rows of a tile, for features only."""
+
+FAMILIES: dict[str, dict[str, int]] = {
+    "wave st 64": {"schedule": 0, "store": 0, "wave_blocks": 64},
+    "wave st 128": {"schedule": 0, "store": 0, "wave_blocks": 128},
+    "wave st 128 ring 128": {"schedule": 0, "store": 0, "wave_blocks": 128, "x_ring_blocks": 128},
+    "wave bulk 128": {"schedule": 0, "store": 1, "wave_blocks": 128},
+    "wave paced 64": {"schedule": 0, "store": 2, "wave_blocks": 64},
+    "wave paced 128": {"schedule": 0, "store": 2, "wave_blocks": 128},
+    "inter st 16": {"schedule": 1, "store": 0, "lead_blocks": 16},
+    "inter st 32": {"schedule": 1, "store": 0, "lead_blocks": 32},
+    "inter st 48": {"schedule": 1, "store": 0, "lead_blocks": 48},
+    "inter st 64": {"schedule": 1, "store": 0, "lead_blocks": 64},
+    "inter st 32 ring 128": {"schedule": 1, "store": 0, "lead_blocks": 32, "x_ring_blocks": 128},
+    "inter st 24 g8": {"schedule": 1, "store": 0, "lead_blocks": 24, "group_blocks": 8},
+    "inter bulk 48": {"schedule": 1, "store": 1, "lead_blocks": 48},
+    "inter paced 32": {"schedule": 1, "store": 2, "lead_blocks": 32},
+    "inter paced 48": {"schedule": 1, "store": 2, "lead_blocks": 48},
+    "inter paced 64": {"schedule": 1, "store": 2, "lead_blocks": 64},
+}
+"""Fields of the plans that are considered. What a family leaves open is in `DEFAULTS`; waves and
+leads are cut to the load. Measured and left out: early combine (5 to 40 percent slower), four rows
+per warp and slice (as fast as one), waves of 32 and leads of 16 in groups of 8 (slower)."""
+
+DEFAULTS = {"group_blocks": 16, "slice_rows": 1, "x_ring_blocks": 64}
+"""Groups are whole experts up to 16 m-blocks: smaller ones read weights again."""
+
+AT_HOME = "wave st 64"
+"""Where no row crosses the link: measured on one GPU, docs/perf_log.md."""
+
+
+def features(problem: MoEProblem, profile: machine.MachineProfile) -> list[float]:
+    """Logarithms: link over arithmetic, m-blocks per expert, m-blocks of the rank."""
+    curve = profile.mechanism("bulk")
+    rate = float((curve.R_both_GBps or curve.R_GBps)(profile.gpu.num_sms))
+    compute_us = max(problem.flops, 1.0) / profile.rates.matrix_tflops["bf16"] / 1e6
+    link_us = max(problem.egress_bytes, 1.0) / rate / 1e3
+    blocks = max(problem.rows, 1) / _ROWS
+    per_expert = blocks / problem.experts_per_rank
+    return [math.log(value) for value in (link_us / compute_us, per_expert, blocks)]
+
+
+def terms(values: list[float]) -> list[float]:
+    """What the weights multiply."""
+    link, per_expert, blocks = values
+    return [1.0, link, per_expert, blocks, link * link]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranking:
+    """Fitted weights.
+
+    Attributes
+    ----------
+    weights : dict
+        By family: what multiplies the `terms`; the sum is the logarithm of the family's time over
+        the geometric mean of all families.
+    ranges : list of pairs
+        Least and most of every feature among the shapes fitted to; others are moved to the nearer
+        end.
+    source : str
+        What was measured, where and when.
+    """
+
+    weights: dict[str, list[float]]
+    ranges: list[tuple[float, float]]
+    source: str
+
+    def log_times(self, values: list[float]) -> dict[str, float]:
+        """By family, from features."""
+        inside = [
+            min(max(v, low), high) for v, (low, high) in zip(values, self.ranges, strict=True)
+        ]
+        expanded = terms(inside)
+        return {
+            family: sum(w * t for w, t in zip(weights, expanded, strict=True))
+            for family, weights in self.weights.items()
+        }
+
+
+@functools.cache
+def fitted() -> Ranking:
+    """The weights that the package ships."""
+    data = json.loads(_FILE.read_text(encoding="utf-8"))
+    ranges = [(low, high) for low, high in data["ranges"]]
+    return Ranking(data["weights"], ranges, data["source"])
+
+
+def relative_times(problem: MoEProblem, profile: machine.MachineProfile) -> dict[str, float]:
+    """Expected time of every family over that of the fastest, the fastest first."""
+    logs = fitted().log_times(features(problem, profile))
+    if problem.remote == 0.0:
+        logs[AT_HOME] = min(logs.values()) - 1e-6
+    least = min(logs.values())
+    return {name: math.exp(logs[name] - least) for name in sorted(logs, key=lambda n: logs[n])}
