@@ -7,6 +7,8 @@ Arms, each a CUDA graph of several calls, replayed:
   permute+nccl         copy to blocks, all_to_all_single, copy to the final layout
   nccl                 all_to_all_single alone: no layout change, not a usable result
 
+  padded               sequence: the default path into results with `row_pad_for` bytes between rows
+
 Directions: `heads` sends q, k and v in one call, `sequence` one output back. Sizes are bytes that
 one rank sends to its peers per call (its own share is not counted); both directions of the link
 are busy. Each sample is the maximum over ranks.
@@ -23,7 +25,7 @@ import torch
 import torch.distributed as dist
 from _report import ResultWriter, Row, line
 
-from xstage_ext.planner.attention import STORE_PATHS, AttentionPlan
+from xstage_ext.planner.attention import STORE_PATHS, AttentionPlan, row_pad_for
 from xstage_ext.testing import Timing, graph_of, time_arms
 from xstage_ext.ulysses import ulysses_a2a
 from xstage_ext.workspace import SymmetricWorkspace, region_bytes
@@ -39,7 +41,7 @@ def make_plan(world: int, rows: int, heads: int, path: str, num_sms: int) -> Att
     """An even plan of `rows` rows per rank."""
     shares = (rows,) * world
     head_shares = (heads // world,) * world
-    store_path = 0 if path == "auto" else STORE_PATHS.index(path)
+    store_path = STORE_PATHS.index(path) if path in STORE_PATHS else 0
     return AttentionPlan(
         shares, shares, head_shares, slots=4, store_path=store_path, num_sms=num_sms
     )
@@ -117,7 +119,8 @@ class Bench:
         """A call on a channel of its own."""
         plan = make_plan(self.world, self.rows, self.heads, path, num_sms)
         if self.direction == "sequence":
-            plan = plan.to_sequence()
+            pad = row_pad_for(self.heads * HEAD_DIM * 2) if path == "padded" else 0
+            plan = plan.to_sequence(row_pad=pad)
         nbytes = plan.a2a_region_bytes(self.tensors, 1, HEAD_DIM)
         lease = self.workspace.channel(f"{path}-{num_sms}", nbytes, counter_bytes=0)
         self.leases.append(lease)
@@ -128,8 +131,9 @@ class Bench:
         self.leases: list = []
         wanted = self.by_nccl(self.inputs)
         arms = {}
-        for path in ("auto", "bulk", "vector"):
-            for num_sms in [0] if path == "auto" else self.sms:
+        paths = ["auto", "bulk", "vector"] + (["padded"] if self.direction == "sequence" else [])
+        for path in paths:
+            for num_sms in self.sms if path in STORE_PATHS else [0]:
                 call = self.ours(path, num_sms)
                 name = f"{path}-{num_sms}"
                 self.ok[name] = same(call(), wanted)
@@ -183,7 +187,7 @@ def main() -> None:
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     sizes = args.sizes or ([1, 32, 128] if args.quick else SIZES_MB)
-    arms = 1 + 2 * len(args.sms)
+    arms = 2 + 2 * len(args.sms)
     world = dist.get_world_size()
     # Four slots of everything that a rank receives, with room for rounding.
     per_arm = round(4.2e6 * max(sizes) * world / (world - 1)) + (1 << 20)

@@ -5,14 +5,15 @@
 
 Every rank holds all rows of its heads, as behind the first All-to-All. Arms, each a CUDA graph:
   fa3, cudnn, fa4       attention alone: ours, torch's cuDNN, flash-attn-4 where it is installed
-  fused                 fa3_a2a, output tiles sent at once; the time is receiver-ready (it ends when
-                        this rank has everything), `sender_us` is the attention kernel alone
-  fused paced           the same, output tiles sent in slices along the next tile's main loop
-  fused coupled         the counterfactual: every tile waits until its stores are visible
+  fused                 fa3_a2a by the planner's plan; the time is receiver-ready (it ends when this
+                        rank has everything), `sender_us` is the attention kernel alone
+  fused burst           the same, output tiles sent at once instead of in slices
+  fused coupled         the counterfactual: at once, and every tile waits until it is visible
   fa3 + a2a             ours, then our direct-store All-to-All
   fa3 + nccl            ours, then copy, all_to_all_single, copy
   cudnn + nccl          what users run today
 Arms are interleaved, each sample is the maximum over ranks, and results are compared before timing.
+`predicted_us` is the planner's, from the profile of this machine.
 With two ranks half of the rows are remote; in a group of eight it would be 7/8.
 """
 
@@ -31,8 +32,9 @@ from _report import ResultWriter, Row, line
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from xstage_ext.planner.attention import AttentionPlan, even_split
+from xstage_ext.planner.attention_choice import AttentionProblem, decide
 from xstage_ext.reference_attention import attention as reference
-from xstage_ext.testing import Timing, graph_of, time_arms
+from xstage_ext.testing import Timing, graph_of, max_over_ranks, time_arms
 from xstage_ext.workspace import SymmetricWorkspace, region_bytes
 
 Call = Callable[[], torch.Tensor]
@@ -81,8 +83,8 @@ MODELS = [
 ]
 
 
-def kernel_us(replay: Callable[[], None], name: str) -> float | None:
-    """Median duration of the kernels whose name holds `name`, by the profiler."""
+def kernel_us(replay: Callable[[], None], name: str) -> float:
+    """Median duration of the kernels whose name holds `name`, by the profiler; the slowest rank."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(3):
             replay()
@@ -90,7 +92,8 @@ def kernel_us(replay: Callable[[], None], name: str) -> float | None:
     spans = sorted(
         float(event.device_time_total) for event in profile.events() if name in event.name
     )
-    return spans[len(spans) // 2] if spans else None
+    own = spans[len(spans) // 2] if spans else 0.0
+    return float(max_over_ranks(torch.tensor([own]))[0])
 
 
 class Bench:
@@ -108,8 +111,16 @@ class Bench:
         self.calls = max(1, min(8, round(2e12 / problem.flops())))
         self.leases: list[Any] = []
         shares = even_split(problem.rows, self.world)
-        # Graphs take one half of the slots, eager calls the other.
-        self.plan = AttentionPlan(shares, shares, (problem.heads,) * self.world, slots=4)
+        layer = AttentionProblem(
+            heads=problem.heads * self.world,
+            kv_heads=problem.heads * self.world,
+            head_dim=problem.head_dim,
+            rows=shares,
+            causal=problem.causal,
+            slots=4,  # graphs take one half, eager calls the other
+        )
+        self.decision = decide(layer)
+        self.plan: AttentionPlan = self.decision.plan
 
     # Arms.
 
@@ -167,9 +178,9 @@ class Bench:
                 arms["fa4"] = lambda: other(self.q, self.k, self.v, self.problem.causal)
             return arms
         arms["fused"] = self.fused()
-        arms["fused paced"] = self.fused(slice_bytes=4096, slice_steps=1)
+        arms["fused burst"] = self.fused(slice_bytes=0)
         if coupled:
-            arms["fused coupled"] = self.fused(completion=1)
+            arms["fused coupled"] = self.fused(slice_bytes=0, completion=1)
         arms["fa3 + a2a"] = self.serial()
         if self.problem.rows % self.world == 0:
             arms["fa3 + nccl"] = functools.partial(self.by_nccl, self.fa3)
@@ -230,7 +241,15 @@ class Bench:
         problem = self.problem
         us = timing.us_median / self.calls
         remote = (problem.rows - self.plan.rows[self.rank]) * problem.heads * problem.head_dim * 2
-        extra = {} if sender_us is None else {"sender_us": round(sender_us, 2)}
+        extra: dict[str, float | str] = {}
+        if sender_us is not None:
+            extra["sender_us"] = round(sender_us, 2)
+        step = {"fa3": "attention", "fused": "fused", "fa3 + a2a": "serial"}.get(name)
+        if step is not None and self.world > 1:
+            extra["predicted_us"] = round(self.decision.predicted_us[step], 1)
+        if name == "fused":
+            plan = self.plan
+            extra |= {"slice_bytes": plan.slice_bytes, "slice_steps": plan.slice_steps}
         return Row(
             op="attention" if self.world == 1 else "attention_a2a",
             arm=name,

@@ -3,7 +3,7 @@
     python benchmarks/bench_model.py wan2.2-720p                  # predictions only
     torchrun --nproc-per-node 2 benchmarks/bench_model.py flux    # measured
 
-Arms, each from sequence-sharded q, k, v to a sequence-sharded result:
+Arms, each from sequence-sharded q, k, v to a sequence-sharded result (on GPUs a CUDA graph):
   fused      attention whose output tiles go straight to their owners, behind our All-to-All
   serial     our All-to-All, our attention, our All-to-All back
   torch      permutes, all_to_all_single and torch's attention
@@ -27,7 +27,7 @@ from xstage_ext import AttentionProblem, UlyssesAttention
 from xstage_ext.planner.attention import even_split
 from xstage_ext.planner.attention_choice import decide
 from xstage_ext.shapes_attention import MODELS, shape
-from xstage_ext.testing import time_arms
+from xstage_ext.testing import graph_of, time_arms
 
 PATHS = {"fused": "auto", "serial": "auto", "torch": "torch"}
 
@@ -52,6 +52,7 @@ def module_of(arm: str, problem: AttentionProblem, device: torch.device) -> Ulys
         device=device,
         heads_per_rank=problem.heads_per_rank,
         impl=PATHS[arm],
+        slots=4,  # a graph takes one half, eager calls the other
         name=arm,
     )
     module.prepare(problem.rows)
@@ -81,6 +82,8 @@ def measure(name: str, problem: AttentionProblem, pairs: int) -> list[Row]:
     for arm in PATHS:
         error = (call(arm).float() - wanted).norm()
         ok[arm] = bool(error <= 1e-2 * wanted.norm())
+    if device.type == "cuda":
+        arms = {arm: graph_of(functools.partial(call, arm), 1, warm_ups=2) for arm in PATHS}
     timings = time_arms(arms, pairs=pairs)
     what = {"model": name, "rows": sum(problem.rows), "heads": problem.heads, "D": problem.head_dim}
     rows = [

@@ -38,7 +38,8 @@ def ulysses_a2a(
     Returns
     -------
     list of torch.Tensor
-        Contiguous, in a slot of the channel's ring: valid until freed (`xstage_ext.workspace`).
+        In a slot of the channel's ring: valid until freed (`xstage_ext.workspace`). Contiguous, but
+        for `plan.row_pad` bytes between the rows of shards.
 
     Raises
     ------
@@ -76,6 +77,7 @@ class _PlanWords:
             raise ValueError(f"xstage: plan: expected kind {KINDS['attention']}, got {words[1]}")
         fields = list(words[_HEADER:])
         self.world, self.kv_group, self.num_query, self.direction = fields[:4]
+        self.row_pad = fields[-3 * MAX_RANKS - 1]
         arrays = fields[-3 * MAX_RANKS :]
         self.rows = arrays[:MAX_RANKS]
         self.kv_rows = arrays[MAX_RANKS : 2 * MAX_RANKS]
@@ -159,7 +161,14 @@ def _fake_received(
     outputs = []
     for index, tensor in enumerate(inputs):
         rows, heads = plan.received(index, rank)
-        outputs.append(tensor.new_empty((tensor.shape[0], rows, heads, tensor.shape[3])))
+        batch, head_dim = tensor.shape[0], tensor.shape[3]
+        pad = plan.row_pad // tensor.element_size() if plan.direction == 1 else 0
+        pitch = heads * head_dim + pad
+        outputs.append(
+            tensor.new_empty_strided(
+                (batch, rows, heads, head_dim), (rows * pitch, pitch, head_dim, 1)
+            )
+        )
     return outputs
 
 

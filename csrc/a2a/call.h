@@ -16,9 +16,11 @@ inline std::vector<A2aForm> make_forms(AttentionPlan const& plan, int64_t num_te
            "xstage.ulysses_a2a: inputs: key heads that ranks share cannot be sent back; expected "
            "num_query of at least ",
            num_tensors, ", got ", plan.num_query);
+  XS_CHECK(plan.row_pad % 16 == 0, "xstage.ulysses_a2a: plan: row_pad: expected a multiple of 16, ",
+           "got ", plan.row_pad);
   std::vector<A2aForm> forms;
   for (int64_t t = 0; t < num_tensors; ++t) {
-    forms.push_back(make_form(layout, direction, t < plan.num_query));
+    forms.push_back(make_form(layout, direction, plan.row_pad, t < plan.num_query));
   }
   return forms;
 }
@@ -126,10 +128,13 @@ inline std::vector<Tensor> received_tensors(Exchange const& exchange, RankCall c
   int const r = rank.rank();
   for (size_t t = 0; t < exchange.forms.size(); ++t) {
     A2aForm const& form = exchange.forms[t];
+    A2aShape const& shape = exchange.shape;
+    int64_t const rows = form.received_rows(r);
+    int64_t const pitch = received_pitch(form, r, shape.row_bytes()) / element_bytes(shape.dtype);
     outputs.push_back(slot_tensor(rank.workspace, rank.taken, exchange.offset(t, r),
-                                  {exchange.shape.batch, form.received_rows(r),
-                                   form.received_heads(r), exchange.shape.head_dim},
-                                  exchange.shape.dtype, exchange.inputs.front().front().device()));
+                                  {shape.batch, rows, form.received_heads(r), shape.head_dim},
+                                  {rows * pitch, pitch, shape.head_dim, 1}, shape.dtype,
+                                  exchange.inputs.front().front().device()));
   }
   return outputs;
 }

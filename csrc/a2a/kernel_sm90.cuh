@@ -13,6 +13,8 @@
 // Global protocol common/channel.cuh: slots announced by block 0 and awaited by every block;
 //                 arrivals and signals at the end; the last block of a rank waits for all ranks, so
 //                 that the kernel's end is the call's end. No block waits for another of its rank.
+// Launch          early (common/launch.h): what needs parameters only comes before the wait for the
+//                 kernel before
 // Requires        a virtual group's ranks co-resident (cooperative launch). Bulk and 16-byte
 //                 vectors: bases, strides and runs that are multiples of 16 (checked by the op).
 #pragma once
@@ -28,9 +30,9 @@ constexpr int kVectorDepth = 4;
 constexpr int kVectorBlocksPerSm = 3;
 constexpr int kWarpThreads = 32;
 constexpr int kBulkThreads = 2 * kWarpThreads;
-constexpr int kStages = 8;
+constexpr int kStages = 6;  // two blocks fit an SM: the next call starts while this one ends
 constexpr int kStageBytes = 16384;
-constexpr int kStoresInFlight = 4;  // of the stages; loads have the others
+constexpr int kStoresInFlight = 3;  // of the stages; loads have the others
 
 // Routes from this rank to every other, [tensor][destination]. In shared memory, since parameters
 // that are indexed at run time are slow to walk.
@@ -245,7 +247,8 @@ __device__ __forceinline__ void finish_call(A2aParams const& params, A2aRankPara
   }
 }
 
-// One warp: announces the free slots of this rank (block 0) and waits for the slot of this call.
+// One warp, behind the kernel before: announces the free slots of this rank (block 0) and waits for
+// the slot of this call.
 __device__ __forceinline__ bool begin_call(A2aParams const& params, A2aRankParams const& rank,
                                            uint64_t epoch) {
   if (blockIdx.x == 0) announce_slots(rank.workspace, epoch, params.free_slots);
@@ -258,14 +261,16 @@ __global__ void __launch_bounds__(kVectorThreads, kVectorBlocksPerSm)
   __shared__ RouteTable table;
   __shared__ bool granted;
   A2aRankParams const& rank = params.ranks[blockIdx.y];
+  table.fill(params, rank, kWarpThreads);
+  wait_for_kernel_before();
   uint64_t const epoch = call_epoch(rank.workspace);
   if (threadIdx.x < kWarpThreads) {
     bool const ok = begin_call(params, rank, epoch);
     if (threadIdx.x == 0) granted = ok;
   }
-  table.fill(params, rank, kWarpThreads);
   __syncthreads();
   if (granted) send_vectors<Vec>(ChunkWalk(params, rank, table));
+  launch_dependent_kernel();
   finish_call(params, rank, epoch);
 }
 
@@ -276,17 +281,18 @@ __global__ void __launch_bounds__(kBulkThreads)
   __shared__ bool granted;
   BulkStorage& storage = *reinterpret_cast<BulkStorage*>(shared);
   A2aRankParams const& rank = params.ranks[blockIdx.y];
-  uint64_t const epoch = call_epoch(rank.workspace);
   if (threadIdx.x < kStages) {
     storage.full[threadIdx.x].init(1);
     storage.empty[threadIdx.x].init(kWarpThreads);
   }
   cutlass::arch::fence_barrier_init();
+  table.fill(params, rank, kWarpThreads);
+  wait_for_kernel_before();
+  uint64_t const epoch = call_epoch(rank.workspace);
   if (threadIdx.x < kWarpThreads) {
     bool const ok = begin_call(params, rank, epoch);
     if (threadIdx.x == 0) granted = ok;
   }
-  table.fill(params, rank, kWarpThreads);
   __syncthreads();
   if (granted) {
     ChunkWalk const walk(params, rank, table);
@@ -296,6 +302,7 @@ __global__ void __launch_bounds__(kBulkThreads)
       store_role(walk, storage);
     }
   }
+  launch_dependent_kernel();
   finish_call(params, rank, epoch);
 }
 

@@ -1,6 +1,7 @@
 // CUDA forms of ulysses_a2a and ulysses_a2a_virtual: one kernel per call.
 #include "attention/stream_order.h"
 #include "call.h"
+#include "common/launch.h"
 #include "kernel_sm90.cuh"
 
 namespace xstage {
@@ -113,23 +114,20 @@ Mover choose_mover(A2aParams const& params, size_t num_ranks, StorePath path, bo
 }
 
 struct Kernel {
-  void* entry;
-  int threads;
+  void (*entry)(A2aParams);
+  unsigned threads;
   int blocks_per_sm;
-  int shared_bytes;
+  size_t shared_bytes;
 };
 
 Kernel kernel_of(Mover mover) {
   switch (mover) {
     case Mover::kVector16:
-      return {reinterpret_cast<void*>(&a2a_vector_kernel<uint4>), kVectorThreads,
-              kVectorBlocksPerSm, 0};
+      return {&a2a_vector_kernel<uint4>, kVectorThreads, kVectorBlocksPerSm, 0};
     case Mover::kVector2:
-      return {reinterpret_cast<void*>(&a2a_vector_kernel<uint16_t>), kVectorThreads,
-              kVectorBlocksPerSm, 0};
+      return {&a2a_vector_kernel<uint16_t>, kVectorThreads, kVectorBlocksPerSm, 0};
     default:
-      return {reinterpret_cast<void*>(&a2a_bulk_kernel), kBulkThreads, 1,
-              static_cast<int>(sizeof(BulkStorage))};
+      return {&a2a_bulk_kernel, kBulkThreads, 1, sizeof(BulkStorage)};
   }
 }
 
@@ -143,16 +141,12 @@ void launch(Exchange const& exchange, cudaStream_t stream) {
   Kernel const kernel = kernel_of(choose_mover(make_params(exchange, 1), exchange.call.ranks.size(),
                                                static_cast<StorePath>(plan.store_path), small));
   int64_t const blocks = max_of<int64_t>(1, sms * kernel.blocks_per_sm / ranks);
-  A2aParams params = make_params(exchange, blocks);
+  A2aParams const params = make_params(exchange, blocks);
   XS_CUDA(cudaFuncSetAttribute(kernel.entry, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               kernel.shared_bytes));
+                               static_cast<int>(kernel.shared_bytes)));
   dim3 const grid(static_cast<unsigned>(blocks), static_cast<unsigned>(ranks));
-  void* arguments[] = {&params};
-  dim3 const threads(static_cast<unsigned>(kernel.threads));
-  size_t const shared = static_cast<size_t>(kernel.shared_bytes);
-  XS_CUDA(ranks > 1
-              ? cudaLaunchCooperativeKernel(kernel.entry, grid, threads, arguments, shared, stream)
-              : cudaLaunchKernel(kernel.entry, grid, threads, arguments, shared, stream));
+  LaunchKind const kind = ranks > 1 ? LaunchKind::kCooperative : LaunchKind::kEarly;
+  launch_kernel(kernel.entry, {grid, kernel.threads, kernel.shared_bytes, stream, kind}, params);
 }
 
 std::vector<Tensor> run(char const* op, std::vector<Tensor> const& inputs,

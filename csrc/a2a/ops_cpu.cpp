@@ -19,10 +19,10 @@ void send_block(Tensor const& input, A2aForm const& form, A2aShape const& shape,
       for (int64_t head = 0; head < block.num_heads; ++head) {
         int64_t const from = b * stride.batch + (block.src_row + row) * stride.row +
                              (block.src_head + head) * stride.head;
-        int64_t const to =
-            bshd_offset(b, block.dst_row + row, block.dst_head + head, form.received_rows(dst_rank),
-                        form.received_heads(dst_rank), shape.head_dim);
-        std::memcpy(destination + to * element, source + from * element,
+        int64_t const to_row = b * form.received_rows(dst_rank) + block.dst_row + row;
+        int64_t const to = to_row * received_pitch(form, dst_rank, shape.row_bytes()) +
+                           (block.dst_head + head) * shape.row_bytes();
+        std::memcpy(destination + to, source + from * element,
                     static_cast<size_t>(shape.row_bytes()));
       }
     }

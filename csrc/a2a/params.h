@@ -61,13 +61,12 @@ XS_HD A2aRoute make_route(A2aParams const& params, A2aRankParams const& rank, in
   A2aRoute route{};
   route.source =
       rank.source[t] + block.src_row * rank.row_stride[t] + block.src_head * rank.head_stride[t];
+  route.destination_row_stride = received_pitch(form, dst_rank, row_bytes);
   route.destination = rank.workspace.region(dst_rank, tensor.offset[dst_rank]) +
-                      bshd_offset(0, block.dst_row, block.dst_head, form.received_rows(dst_rank),
-                                  form.received_heads(dst_rank), row_bytes);
+                      block.dst_row * route.destination_row_stride + block.dst_head * row_bytes;
   route.source_batch_stride = rank.batch_stride[t];
   route.source_row_stride = rank.row_stride[t];
   route.source_run_stride = rank.head_stride[t];
-  route.destination_row_stride = form.received_heads(dst_rank) * row_bytes;
   route.destination_batch_stride = form.received_rows(dst_rank) * route.destination_row_stride;
   route.rows = block.num_rows;
   route.runs = adjacent ? 1 : block.num_heads;

@@ -169,7 +169,7 @@ std::tuple<Tensor, Tensor> attention(char const* op, Generation const& generatio
   AttentionParams params = make_params(prepared, instance, plan, schedule, options, lse);
   params.out[0] = encode_output(static_cast<char*>(out.mutable_data_ptr()), shape,
                                 layout.query_heads(0), params.slice_rows);
-  instance.launch(params, num_blocks(plan, schedule, q), current_stream(q), false);
+  instance.launch(params, num_blocks(plan, schedule, q), current_stream(q), LaunchKind::kOrdinary);
   return {out, lse};
 }
 
@@ -223,7 +223,8 @@ void launch_rank(A2aCall const& call, size_t i, AttentionOptions const& options,
   params.workspace = rank.workspace;
   params.refused = failure_byte(rank.workspace);
   // Virtual ranks run one after the other; the first one overlaps with the grant.
-  call.instance->launch(params, num_blocks(plan, schedule, prepared.operands.q), stream, i == 0);
+  call.instance->launch(params, num_blocks(plan, schedule, prepared.operands.q), stream,
+                        i == 0 ? LaunchKind::kEarly : LaunchKind::kOrdinary);
 }
 
 }  // namespace

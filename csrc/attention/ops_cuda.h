@@ -3,6 +3,7 @@
 #pragma once
 
 #include "call.h"
+#include "common/launch.h"
 #include "params.h"
 
 namespace xstage::cuda {
@@ -14,7 +15,8 @@ struct Instance {
   bool causal;
   int block_m;
   int block_n;
-  void (*launch)(AttentionParams const& params, int num_blocks, cudaStream_t stream, bool early);
+  void (*launch)(AttentionParams const& params, int num_blocks, cudaStream_t stream,
+                 LaunchKind kind);
 };
 
 // The first instance that fits is the default of its head size, dtype and causality.
@@ -38,7 +40,7 @@ struct RankResult {
 };
 
 // One result per rank that this process plays. Launches: grant of the output slot, the attention
-// kernel of each rank, the wait for all ranks. Neighbours overlap (common/early_launch.h): tiles
+// kernel of each rank, the wait for all ranks. Neighbours overlap (common/launch.h): tiles
 // are computed while the slot is being granted, and the wait is there before the last tile's
 // signal.
 std::vector<RankResult> attention_a2a(char const* op, Generation const& generation,

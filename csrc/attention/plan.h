@@ -17,21 +17,22 @@ enum class StorePath : int64_t { kTensor = 0, kBulk = 1, kVector = 2 };
 enum class Completion : int64_t { kEndOfCall = 0, kEveryTile = 1 };
 
 // name, min, max, meaning. A launch field of 0 leaves the choice to the kernel.
-#define XS_ATTENTION_FIELDS(X)                                                                 \
-  X(world, 1, kMaxRanks, "ranks in the group")                                                 \
-  X(kv_group, 1, 65536, "query heads per key head, over the whole model")                      \
-  X(num_query, 0, 16,                                                                          \
-    "ulysses_a2a: the first num_query tensors have query rows and heads, the others key ones") \
-  X(direction, 0, 1, "ulysses_a2a: 0 from sequence shards to heads, 1 from heads to shards")   \
-  X(slots, 1, kMaxSlots, "results that the ring holds")                                        \
-  X(block_m, 0, 1024, "query rows per tile")                                                   \
-  X(block_n, 0, 1024, "keys per step of the main loop")                                        \
-  X(num_sms, 0, 1024, "SMs that the kernel takes")                                             \
-  X(tile_order, 0, 2, "0 peers' tiles first and own last, 1 as in memory, 2 longest first")    \
-  X(store_path, 0, 2, "0 tensor (TMA) stores, 1 bulk copies, 2 16-byte stores from registers") \
-  X(slice_bytes, 0, 65536, "bytes of a finished tile per paced slice; 0 stores it at once")    \
-  X(slice_steps, 0, 1024, "steps of the next main loop between two slices")                    \
-  X(completion, 0, 1, "0 waits for visibility at the end, 1 after every tile (counterfactual)")
+#define XS_ATTENTION_FIELDS(X)                                                                  \
+  X(world, 1, kMaxRanks, "ranks in the group")                                                  \
+  X(kv_group, 1, 65536, "query heads per key head, over the whole model")                       \
+  X(num_query, 0, 16,                                                                           \
+    "ulysses_a2a: the first num_query tensors have query rows and heads, the others key ones")  \
+  X(direction, 0, 1, "ulysses_a2a: 0 from sequence shards to heads, 1 from heads to shards")    \
+  X(slots, 1, kMaxSlots, "results that the ring holds")                                         \
+  X(block_m, 0, 1024, "query rows per tile")                                                    \
+  X(block_n, 0, 1024, "keys per step of the main loop")                                         \
+  X(num_sms, 0, 1024, "SMs that the kernel takes")                                              \
+  X(tile_order, 0, 2, "0 peers' tiles first and own last, 1 as in memory, 2 longest first")     \
+  X(store_path, 0, 2, "0 tensor (TMA) stores, 1 bulk copies, 2 16-byte stores from registers")  \
+  X(slice_bytes, 0, 65536, "bytes of a finished tile per paced slice; 0 stores it at once")     \
+  X(slice_steps, 0, 1024, "steps of the next main loop between two slices")                     \
+  X(completion, 0, 1, "0 waits for visibility at the end, 1 after every tile (counterfactual)") \
+  X(row_pad, 0, 4096, "ulysses_a2a to shards: bytes between the rows of a result, in 16s")
 
 struct AttentionPlan {
 #define X(name, min, max, meaning) int64_t name;

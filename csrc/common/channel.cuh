@@ -6,7 +6,7 @@
 //   wait_for_ranks(ws, epoch, phase)          one warp, in the same kernel or in the next
 //
 // Flags (writer, order -> reader, order; nobody resets them):
-//   arrivals   every block, inc acq_rel.gpu   -> the last block of the same call; wraps to 0
+//   arrivals   every block, fence + inc       -> the last block of the same call; wraps to 0
 //   from[r]    last block of rank r, fence + st -> wait_for_ranks of this rank, acquire.sys
 //   calls      last block, fence + st         -> the next kernel of this channel, by stream order
 //   released   grant_slot of rank r, fence + st -> grant_slot of this rank, acquire.sys
@@ -39,7 +39,8 @@ __device__ __forceinline__ bool arrive_and_publish(Workspace const& workspace, u
   Channel* const own = workspace.channel_of(workspace.rank);
   fence_proxy_async();
   fence_acq_rel_sys();
-  if (atom_inc_acq_rel_gpu(&own->arrivals, num_blocks - 1) != num_blocks - 1) return false;
+  // The fence makes it a release as well.
+  if (atom_inc_acquire_gpu(&own->arrivals, num_blocks - 1) != num_blocks - 1) return false;
   // A block that gave up did so before it arrived. Read in front of the fence, whose latency covers
   // that of the load.
   bool const gave_up = aborted(workspace);

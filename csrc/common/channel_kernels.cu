@@ -1,7 +1,7 @@
 #include "channel.cuh"
 #include "channel_kernels.h"
 #include "check.h"
-#include "early_launch.h"
+#include "launch.h"
 
 namespace xstage {
 namespace {
@@ -83,8 +83,9 @@ void launch_wait_for_ranks(std::vector<Workspace> const& ranks, Phase phase,
 
 void launch_wait_beside(std::vector<Workspace> const& ranks, Phase phase, int slot,
                         std::vector<PoisonRange> const& poison, cudaStream_t stream) {
-  LaunchShape const shape{static_cast<unsigned>(ranks.size()), kWarp, 0, stream, true};
-  launch_early(wait_beside_kernel, shape, pack(ranks, poison), phase, slot);
+  LaunchShape const shape{static_cast<unsigned>(ranks.size()), kWarp, 0, stream,
+                          LaunchKind::kEarly};
+  launch_kernel(wait_beside_kernel, shape, pack(ranks, poison), phase, slot);
 }
 
 void launch_announce_failure(Workspace const& rank, Failure failure, cudaStream_t stream) {

@@ -17,7 +17,7 @@ struct PoisonRange {
 };
 
 // Before an operator that stores into output slot `slot`; channel.cuh's grant_slot. The operator's
-// kernel may be launched early (early_launch.h) and wait for this one before its first store.
+// kernel may be launched early (launch.h) and wait for this one before its first store.
 void launch_grant_slot(std::vector<Workspace> const& ranks, int slot, uint32_t free_slots,
                        cudaStream_t stream);
 

@@ -62,9 +62,9 @@ __device__ __forceinline__ void red_or_release_sys(uint64_t* p, uint64_t v) {
   asm volatile("red.release.sys.global.or.b64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
 // Counts 0, 1, ... `last`, 0, ... and returns the old value.
-__device__ __forceinline__ uint32_t atom_inc_acq_rel_gpu(uint32_t* p, uint32_t last) {
+__device__ __forceinline__ uint32_t atom_inc_acquire_gpu(uint32_t* p, uint32_t last) {
   uint32_t old;
-  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+  asm volatile("atom.acquire.gpu.global.inc.u32 %0, [%1], %2;"
                : "=r"(old)
                : "l"(p), "r"(last)
                : "memory");
@@ -134,8 +134,14 @@ template <int kPending>
 __device__ __forceinline__ void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
+// The peer may read them: completion of the copies says little of a peer's memory, the fence does.
+__device__ __forceinline__ void bulk_wait_visible() {
+  bulk_wait<0>();
+  fence_proxy_async();
+  fence_acq_rel_sys();
+}
 
-// Kernels that overlap on a stream (common/early_launch.h). The first lets the dependent kernel
+// Kernels that overlap on a stream (common/launch.h). The first lets the dependent kernel
 // start once every block has said so or has ended; the second waits until the kernel before has
 // ended and its memory is visible. Both do nothing where there is no such kernel.
 

@@ -70,15 +70,21 @@ inline TakenSlot take_slot(char const* op, Workspace const& workspace, int64_t n
 
 // A result over the slot: `offset` counts from the start of the instance's region.
 inline Tensor slot_tensor(Workspace const& workspace, TakenSlot const& taken, int64_t offset,
+                          std::vector<int64_t> const& sizes, std::vector<int64_t> const& strides,
+                          ScalarType dtype, torch::stable::Device device) {
+  auto const release = [hold = taken.hold](void*) mutable { hold.reset(); };
+  return torch::stable::from_blob(workspace.region(workspace.rank, offset), sizes, strides, device,
+                                  dtype, release);
+}
+
+inline Tensor slot_tensor(Workspace const& workspace, TakenSlot const& taken, int64_t offset,
                           std::vector<int64_t> const& sizes, ScalarType dtype,
                           torch::stable::Device device) {
   std::vector<int64_t> strides(sizes.size(), 1);
   for (int64_t i = static_cast<int64_t>(sizes.size()) - 2; i >= 0; --i) {
     strides[i] = strides[i + 1] * max_of<int64_t>(sizes[i + 1], 1);
   }
-  auto const release = [hold = taken.hold](void*) mutable { hold.reset(); };
-  return torch::stable::from_blob(workspace.region(workspace.rank, offset), sizes, strides, device,
-                                  dtype, release);
+  return slot_tensor(workspace, taken, offset, sizes, strides, dtype, device);
 }
 
 #if defined(USE_CUDA)

@@ -112,7 +112,7 @@ class Epilogue {
     pending.end_row = refused == 0 ? num_rows : 0;
     if (paced) return;
     store_rest<kCols>(pending, smem_.o[group_], params_.slice_rows);
-    if (params_.wait_every_tile) bulk_wait<0>();
+    if (params_.wait_every_tile) bulk_wait_visible();
   }
 
   __device__ __forceinline__ void sync_group() const {

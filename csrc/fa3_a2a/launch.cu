@@ -1,6 +1,6 @@
 #include <atomic>
 
-#include "common/early_launch.h"
+#include "common/launch.h"
 #include "kernel_sm90.cuh"
 #include "launch.h"
 
@@ -9,7 +9,7 @@ namespace {
 
 // The attribute is set once per device.
 template <class Traits>
-void launch(AttentionParams const& params, int num_blocks, cudaStream_t stream, bool early) {
+void launch(AttentionParams const& params, int num_blocks, cudaStream_t stream, LaunchKind kind) {
   constexpr int kSharedBytes = sizeof(Fa3SharedStorage<Traits>);
   static std::atomic<uint64_t> prepared{0};
   int device = 0;
@@ -21,8 +21,8 @@ void launch(AttentionParams const& params, int num_blocks, cudaStream_t stream, 
     prepared.fetch_or(bit, std::memory_order_relaxed);
   }
   LaunchShape const shape{static_cast<unsigned>(num_blocks), Traits::kThreads, kSharedBytes, stream,
-                          early};
-  launch_early(fa3_kernel<Traits>, shape, params);
+                          kind};
+  launch_kernel(fa3_kernel<Traits>, shape, params);
 }
 
 template <class Element, int kHeadDim, int kBlockM, int kBlockN, bool kCausal>

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.dist.world import gpu_world
 from xstage_ext import SymmetricWorkspace, UlyssesAttention
@@ -110,21 +111,30 @@ def test_payload_before_flag_under_load(group, path: int) -> None:
         assert int(wrong) == 0 and int(counter) >= 300 * calls
 
 
-def test_identical_calls_are_bitwise_equal(group) -> None:
+def test_identical_calls_are_bitwise_equal(group, level: int) -> None:
+    """1,000 calls (5,000 at level 2) while another stream keeps the link busy."""
     rank, world = group
     plan = plan_of(world, 1025, 24)
     nbytes = plan.a2a_region_bytes(3, 1, 128)
+    noise = torch.randn(8 << 20, device="cuda")
+    other = torch.empty_like(noise)
+    busy = torch.cuda.Stream()
     with SymmetricWorkspace(nbytes=nbytes, timeout_ms=10_000) as workspace:
         lease = workspace.channel("a2a", nbytes, counter_bytes=0)
         inputs = [mine(t, plan.rows, rank) for t in whole(1025, (24, 24))]
         first = [out.clone() for out in ulysses_a2a(lease, plan, inputs)]
         wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-        for _ in range(1000):
+        for number in range(1000 if level == 1 else 5000):
+            if number % 10 == 0:
+                busy.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(busy):
+                    dist.all_to_all_single(other, noise)
             for out, wanted in zip(ulysses_a2a(lease, plan, inputs), first, strict=True):
                 wrong += (out.view(torch.int16) != wanted.view(torch.int16)).sum()
             del out
         assert int(wrong) == 0
         workspace.check(synchronize=True)
+    torch.cuda.synchronize()
 
 
 def test_two_streams_on_one_channel(group) -> None:

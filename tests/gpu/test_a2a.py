@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 
-from xstage_ext.planner.attention import STORE_PATHS, AttentionPlan, even_split
+from xstage_ext.planner.attention import STORE_PATHS, AttentionPlan, even_split, row_pad_for
 from xstage_ext.ulysses import ulysses_a2a_virtual
 from xstage_ext.workspace import SymmetricWorkspace, region_bytes
 
@@ -85,6 +88,24 @@ def test_there_and_back(
             back = ulysses_a2a_virtual(lease, plan.to_sequence(), expected_heads(plan, q, True))
             assert all(map(torch.equal, back, cut(plan, (q,))))
             del outs, back
+        workspace.check(synchronize=True)
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: STORE_PATHS[path])
+def test_rows_with_space_between_them(path: int) -> None:
+    plan = plan_of(2, 1025, 24, store_path=path)
+    back = plan.to_sequence(row_pad=row_pad_for(24 * 128 * 2))
+    q = whole(2, 1025, 24, 128, torch.bfloat16)
+    with open_virtual(back, back.a2a_region_bytes(1, 2, 128)) as workspace:
+        lease = workspace.channel("a2a", workspace.nbytes, counter_bytes=0)
+        for rank in range(2):
+            lease.region(rank).fill_(0xFF)
+        outs = ulysses_a2a_virtual(lease, back, expected_heads(plan, q, True))
+        assert outs[0].stride() == (513 * 3136, 3136, 128, 1)
+        assert all(map(torch.equal, outs, cut(plan, (q,))))
+        gaps = outs[0].as_strided((512, 64), (3136, 1), outs[0].storage_offset() + 3072)
+        assert bool((gaps.view(torch.int16) == -1).all())  # nobody writes there
+        del outs, gaps
         workspace.check(synchronize=True)
 
 
@@ -170,3 +191,16 @@ def test_side_stream_and_other_shapes_share_a_ring() -> None:
                 assert torch.equal(torch.cat(little, 2), q[:, :10])
                 del big, little
         workspace.check(synchronize=True)
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_sanitizer_finds_nothing(tool: str, level: int) -> None:
+    sanitizer = shutil.which("compute-sanitizer")
+    if level < 2 or sanitizer is None:
+        pytest.skip("needs compute-sanitizer and half a minute; XSTAGE_TEST_LEVEL=2 runs it")
+    command = [sanitizer, "--tool", tool, "--kernel-name", "regex:a2a_", "--error-exitcode", "9"]
+    result = subprocess.run(
+        [*command, sys.executable, "-m", "tests.gpu.a2a_small"], capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout[-3000:]
+    assert "a2a_small: ok" in result.stdout
