@@ -38,7 +38,7 @@ def extension_arguments(kernels: bool) -> dict[str, dict[str, Any]]:
     common: dict[str, Any] = {
         "py_limited_api": True,
         "libraries": ["stdc++"],
-        "extra_link_args": ["-s"],
+        "extra_link_args": list(build_facts.LINK_FLAGS),
     }
     cxx = [*build_facts.CXX_FLAGS, "-std=c++17"]
     arguments: dict[str, dict[str, Any]] = {

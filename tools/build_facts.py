@@ -28,6 +28,9 @@ PY_LIMITED_API = f"0x{PYTHON_FLOOR[0]:02X}{PYTHON_FLOOR[1]:02X}0000"
 CPU_GLOBS = ("csrc/*.cpp", "csrc/*/*.cpp")
 CUDA_GLOBS = ("csrc/*.cu", "csrc/*/*.cu")
 CXX_FLAGS = ("-O3", "-Wall", "-fopenmp-simd", "-fvisibility=hidden")
+# Other copies of the C++ runtime must not mix with ours: some toolchains link it statically (and
+# would export it), and preloaded tools bring their own.
+LINK_FLAGS = ("-s", "-Wl,--exclude-libs,ALL", "-Wl,-Bsymbolic-functions")
 # sm_90a is spelled out, whatever TORCH_CUDA_ARCH_LIST says: plain sm_90 has no wgmma.
 NVCC_FLAGS = (
     "-gencode=arch=compute_90a,code=sm_90a",
@@ -340,6 +343,7 @@ def cmake_facts() -> str:
         "XS_CPU_GLOBS": CPU_GLOBS,
         "XS_CUDA_GLOBS": CUDA_GLOBS,
         "XS_CXX_FLAGS": CXX_FLAGS,
+        "XS_LINK_FLAGS": LINK_FLAGS,
         "XS_NVCC_FLAGS": NVCC_FLAGS,
         "XS_CPU_DEFINES": tuple(f"{k}={v}" for k, v in defines(cuda=False).items()),
         "XS_CUDA_DEFINES": tuple(f"{k}={v}" for k, v in defines(cuda=True).items()),

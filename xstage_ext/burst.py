@@ -43,6 +43,7 @@ class BurstPlan:
     late_wait: int
     max_bursts: int
     window_cycles: int
+    clock_khz: int
     join: int
     seed: int
     probe: int
@@ -209,6 +210,7 @@ def burst_plan(
         late_wait=int(point.late_wait),
         max_bursts=point.bursts,
         window_cycles=round(point.window_us * clock_mhz),
+        clock_khz=round(clock_mhz * 1e3),
         join=int(point.join),
         seed=point.seed,
         probe=PROBES[probe],

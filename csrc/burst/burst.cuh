@@ -353,7 +353,8 @@ __global__ void __launch_bounds__(kBurstThreads)
   while (shared.go_on) {
     if (threadIdx.x == 0) {
       // The gap is spent on the clock alone: nothing that could queue behind the last burst.
-      spin_until(turn);
+      spin_until(sync == Sync::kTimetable ? turn_clock(shared.origin, turn - go, plan.clock_khz)
+                                          : turn);
       // Meeting 0 was the common start.
       if (sync == Sync::kBarrier &&
           !meet_relaxed(params.workspace, static_cast<uint64_t>(n + 2) * gridDim.x)) {

@@ -42,6 +42,7 @@ enum class LoopStore : int64_t { kNone = 0, kSt = 1, kBulk = 2, kPaced = 3 };
   X(late_wait, 0, 1, "1: bulk, tma: wait for shared memory before its next use, not at once") \
   X(max_bursts, 1, 4096, "bursts recorded; without a window also bursts issued")              \
   X(window_cycles, 0, int64_t{1} << 31, "fixed time window; 0 issues max_bursts")             \
+  X(clock_khz, 1, int64_t{1} << 31, "SM clock by which times became cycles")                  \
   X(join, 0, 1, "1: start together with every rank of the workspace")                         \
   X(seed, 0, int64_t{1} << 31, "first word of the pattern that is written")                   \
   X(probe, 0, 3, "shadow only: 0 load, 1 atomic, 2 bulk load, 3 tensor load")                 \

@@ -22,6 +22,7 @@ struct ShadowShared {
   alignas(1024) char landing[kProbeBytes];
   alignas(8) uint64_t arrived;  // mbarrier of bulk and tensor loads
   uint32_t word;
+  int64_t turn;  // clock at which the burst is due
   int64_t probe_begin[2];
   int64_t probe_end[2];
 };
@@ -125,18 +126,22 @@ __global__ void __launch_bounds__(kShadowThreads)
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     shared.burst.go_on =
         begin_together(params.workspace, plan.join, gridDim.x, shared.burst.origin);
+    shared.turn = shared.burst.origin.go_clock;
   }
   __syncthreads();
 
   bool const ran = shared.burst.go_on;
   int64_t const num_bursts = ran ? plan.max_bursts : 0;
-  int32_t const period = params.gap_cycles[0];
-  int64_t turn = shared.burst.origin.go_clock;
-  for (int64_t n = 0; n < num_bursts; ++n, turn += period) {
+  int64_t const period = params.gap_cycles[0];
+  for (int64_t n = 0; n < num_bursts; ++n) {
     int const parity = n & 1;
+    if (threadIdx.x == 0) {
+      shared.turn = turn_clock(shared.burst.origin, n * period, plan.clock_khz);
+    }
     // Read before the barrier, long before the burst: it must not lie in a shadow itself.
     int32_t const delay = is_prober ? params.delays[n % params.num_delays] : 0;
     __syncthreads();
+    int64_t const turn = shared.turn;
     if (is_prober) {
       spin_until(turn + delay);
       probe_once(params, shared, parity);
@@ -174,7 +179,7 @@ __global__ void __launch_bounds__(kShadowThreads)
                               shared.burst.origin.clock,
                               clock,
                               num_bursts,
-                              clock - turn,
+                              clock - shared.turn,
                               ran && !aborted(params.workspace)};
   }
 }

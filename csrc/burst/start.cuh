@@ -62,6 +62,7 @@ struct Origin {
   int64_t clock;     // stamps count from here
   int64_t clock_ns;  // globaltimer at `clock`
   int64_t go_clock;  // the first burst may begin
+  int64_t go_ns;     // globaltimer at `go_clock`, the same on all SMs
 };
 
 // Joins the ranks, meets all blocks, and finds the common start on this SM's clock. The start lies
@@ -89,13 +90,32 @@ __device__ __forceinline__ bool begin_together(Workspace const& workspace, bool 
   int64_t const ahead_ns = static_cast<int64_t>(go_ns) - static_cast<int64_t>(first);
   int64_t const ahead =
       ahead_ns * (second_clock - first_clock) / static_cast<int64_t>(second - first);
-  origin = {first_clock, static_cast<int64_t>(first), first_clock + ahead};
+  origin = {first_clock, static_cast<int64_t>(first), first_clock + ahead,
+            static_cast<int64_t>(go_ns)};
   return true;
 }
 
 __device__ __forceinline__ void spin_until(int64_t clock) {
   while (clock_now() < clock) {
   }
+}
+
+// This SM's clock at `cycles` after the common start, by a timetable that holds on all SMs. Clocks
+// of SMs drift apart, by microseconds in a millisecond where a GPU has just woken up, so the clock
+// is paired with the timer anew, 3 us before the turn. One thread.
+__device__ __forceinline__ int64_t turn_clock(Origin const& origin, int64_t cycles,
+                                              int64_t clock_khz) {
+  constexpr int64_t kPairCyclesAhead = 6000;
+  int64_t const turn_ns = origin.go_ns + cycles * 1000000 / clock_khz;
+  int64_t turn = 0;
+  for (int pass = 0; pass < 2; ++pass) {
+    uint64_t const before = global_timer_ns();
+    uint64_t now = before;
+    while (now == before) now = global_timer_ns();
+    turn = clock_now() + (turn_ns - static_cast<int64_t>(now)) * clock_khz / 1000000;
+    if (pass == 0) spin_until(turn - kPairCyclesAhead);
+  }
+  return turn;
 }
 
 }  // namespace xstage
