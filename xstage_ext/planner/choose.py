@@ -297,7 +297,7 @@ def _base(
         schedule=fields["schedule"],
         store=fields["store"],
         slice_rows=fields["slice_rows"],
-        mix=0,
+        mix=fields["mix"],
         weight_layout=WEIGHT_LAYOUTS.index(problem.weight_layout),
     )
     group = min(fields["group_blocks"], max(cluster, _load_blocks(plan, problem)))

@@ -25,27 +25,31 @@ _ROWS = 128.0
 FAMILIES: dict[str, dict[str, int]] = {
     "wave st 64": {"schedule": 0, "store": 0, "wave_blocks": 64},
     "wave st 128": {"schedule": 0, "store": 0, "wave_blocks": 128},
-    "wave st 128 ring 128": {"schedule": 0, "store": 0, "wave_blocks": 128, "x_ring_blocks": 128},
-    "wave bulk 128": {"schedule": 0, "store": 1, "wave_blocks": 128},
+    "wave bulk 64": {"schedule": 0, "store": 1, "wave_blocks": 64},
     "wave paced 64": {"schedule": 0, "store": 2, "wave_blocks": 64},
     "wave paced 128": {"schedule": 0, "store": 2, "wave_blocks": 128},
-    "inter st 16": {"schedule": 1, "store": 0, "lead_blocks": 16},
     "inter st 32": {"schedule": 1, "store": 0, "lead_blocks": 32},
-    "inter st 48": {"schedule": 1, "store": 0, "lead_blocks": 48},
     "inter st 64": {"schedule": 1, "store": 0, "lead_blocks": 64},
-    "inter st 32 ring 128": {"schedule": 1, "store": 0, "lead_blocks": 32, "x_ring_blocks": 128},
-    "inter st 24 g8": {"schedule": 1, "store": 0, "lead_blocks": 24, "group_blocks": 8},
-    "inter bulk 48": {"schedule": 1, "store": 1, "lead_blocks": 48},
-    "inter paced 32": {"schedule": 1, "store": 2, "lead_blocks": 32},
     "inter paced 48": {"schedule": 1, "store": 2, "lead_blocks": 48},
-    "inter paced 64": {"schedule": 1, "store": 2, "lead_blocks": 64},
-}
+    "mixed st 48": {"schedule": 1, "mix": 1, "store": 0, "lead_blocks": 48},
+    "mixed st 32": {"schedule": 1, "mix": 1, "store": 0, "lead_blocks": 32},
+    "mixed st 24 g8": {"schedule": 1, "mix": 1, "store": 0, "lead_blocks": 24, "group_blocks": 8},
+    "mixed st 16 g8": {"schedule": 1, "mix": 1, "store": 0, "lead_blocks": 16, "group_blocks": 8},
+    "mixed bulk 16 g8": {"schedule": 1, "mix": 1, "store": 1, "lead_blocks": 16, "group_blocks": 8},
+    "mixed paced 32": {"schedule": 1, "mix": 1, "store": 2, "lead_blocks": 32},
+    "mixed paced 24 g8": {
+        "schedule": 1, "mix": 1, "store": 2, "lead_blocks": 24, "group_blocks": 8,
+    },
+    "mixed paced 16 g8": {
+        "schedule": 1, "mix": 1, "store": 2, "lead_blocks": 16, "group_blocks": 8,
+    },
+}  # fmt: skip
 """Fields of the plans that are considered. What a family leaves open is in `DEFAULTS`; waves and
 leads are cut to the load. Measured and left out: early combine (5 to 40 percent slower), four rows
-per warp and slice (as fast as one), waves of 32 and leads of 16 in groups of 8 (slower)."""
+per warp and slice (as fast as one), waves of 32 and leads of 16 without mixing (slower)."""
 
-DEFAULTS = {"group_blocks": 16, "slice_rows": 1, "x_ring_blocks": 64}
-"""Groups are whole experts up to 16 m-blocks: smaller ones read weights again."""
+DEFAULTS = {"group_blocks": 16, "mix": 0, "slice_rows": 1, "x_ring_blocks": 64}
+"""Groups are whole experts up to 16 m-blocks."""
 
 AT_HOME = "wave st 64"
 """Where no row crosses the link: measured on one GPU, docs/perf_log.md."""
