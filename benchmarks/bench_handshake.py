@@ -5,8 +5,6 @@
 Arms: `copy` (result copied out of a bank), `slot` (result in an output slot, with its credit),
 `graph` (20 `copy` calls replayed as one CUDA graph, per call), `nccl` (all_gather_into_tensor).
 Times are the maximum over ranks, then the median; every arm is compared with NCCL's result first.
-
-This benchmark has not been run on GPUs yet.
 """
 
 from __future__ import annotations
