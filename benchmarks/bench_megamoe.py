@@ -38,7 +38,7 @@ from xstage_ext import SymmetricWorkspace, machine, reference
 from xstage_ext.planner import choose
 from xstage_ext.planner.megamoe import MegaMoePlan
 from xstage_ext.planner.problem import MoEProblem
-from xstage_ext.testing import compare, make_routing, time_arms
+from xstage_ext.testing import Timing, compare, make_routing, time_arms
 from xstage_ext.workspace import region_bytes
 
 REMOTE_SHARE = 7 / 8
@@ -197,37 +197,11 @@ def check(calls: dict[str, Call], wanted: torch.Tensor) -> dict[str, bool]:
     return ok
 
 
-def measure(shape: Shape, names: list[str], pairs: int, rank: int, world: int) -> list[Row]:
-    """All arms of one shape; every rank calls it."""
-    layer = Layer(shape, rank, world)
-    plans = plans_of(shape, world, names)
-    shared = region_bytes(plan.bytes() for name, plan in plans.items() if name != "local")
-    with SymmetricWorkspace(nbytes=shared) as workspace:
-        calls = {
-            name: layer.fused(plan, workspace, name)
-            for name, plan in plans.items()
-            if name != "local"
-        }
-        own = None
-        if "local" in plans:
-            nbytes = region_bytes([plans["local"].bytes()])
-            own = SymmetricWorkspace(nbytes=nbytes, backend="virtual", world=1)
-            calls["local"] = layer.fused(plans["local"], own, "local")
-        calls["gemms"] = layer.gemms()
-        calls["unfused"] = layer.unfused
-        wanted = layer.unfused()
-        ok = check(calls, wanted)
-        rival, why_not = rival_arm(layer.tensors, wanted)
-        if rival is not None:
-            calls[RIVAL], ok[RIVAL] = rival, True
-        elif rank == 0:
-            print(f"{RIVAL}: skipped: {why_not}", flush=True)
-        times = time_arms(calls, pairs=pairs)
-        workspace.check(synchronize=True)
-        if own is not None:
-            own.close()
-    if rank != 0:
-        return []
+def rows_of(
+    layer: Layer, plans: dict[str, MegaMoePlan], times: dict[str, Timing], ok: dict[str, bool]
+) -> list[Row]:
+    """What was measured, with the floors of this shape."""
+    shape, world = layer.shape, layer.world
     profile = machine.load("h200x2")
     floors = choose.floors(shape.problem(world), profile)
     facts = {
@@ -260,6 +234,38 @@ def measure(shape: Shape, names: list[str], pairs: int, rank: int, world: int) -
             )
         )
     return rows
+
+
+def measure(shape: Shape, names: list[str], pairs: int, rank: int, world: int) -> list[Row]:
+    """All arms of one shape; every rank calls it."""
+    layer = Layer(shape, rank, world)
+    plans = plans_of(shape, world, names)
+    shared = region_bytes(plan.bytes() for name, plan in plans.items() if name != "local")
+    with SymmetricWorkspace(nbytes=shared) as workspace:
+        calls = {
+            name: layer.fused(plan, workspace, name)
+            for name, plan in plans.items()
+            if name != "local"
+        }
+        own = None
+        if "local" in plans:
+            nbytes = region_bytes([plans["local"].bytes()])
+            own = SymmetricWorkspace(nbytes=nbytes, backend="virtual", world=1)
+            calls["local"] = layer.fused(plans["local"], own, "local")
+        calls["gemms"] = layer.gemms()
+        calls["unfused"] = layer.unfused
+        wanted = layer.unfused()
+        ok = check(calls, wanted)
+        rival, why_not = rival_arm(layer.tensors, wanted)
+        if rival is not None:
+            calls[RIVAL], ok[RIVAL] = rival, True
+        elif rank == 0:
+            print(f"{RIVAL}: skipped: {why_not}", flush=True)
+        times = time_arms(calls, pairs=pairs)
+        workspace.check(synchronize=True)
+        if own is not None:
+            own.close()
+    return rows_of(layer, plans, times, ok) if rank == 0 else []
 
 
 def main() -> None:

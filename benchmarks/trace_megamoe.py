@@ -12,15 +12,11 @@ calls are about 1% longer. `xstage trace` does the same for a layer of your own.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import pathlib
 
-import torch
-import torch.distributed as dist
 from bench_megamoe import ARMS, SHAPES, Layer, plans_of
 
-from xstage_ext._trace_moe import MoETensors, trace_plan
+from xstage_ext._trace_moe import MoETensors, ranks, trace_plan
 
 
 def main() -> None:
@@ -30,14 +26,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=6)
     parser.add_argument("--out", type=pathlib.Path)
     o = parser.parse_args()
-    rank, world = 0, 1
-    with contextlib.ExitStack() as stack:
-        if "RANK" in os.environ:
-            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            torch.cuda.set_device(device)
-            dist.init_process_group("nccl", device_id=device)
-            stack.callback(dist.destroy_process_group)
-            rank, world = dist.get_rank(), dist.get_world_size()
+    with ranks() as (rank, world):
         shape = SHAPES[o.shape]
         tensors = MoETensors(*Layer(shape, rank, world).tensors)
         names = o.arms or ["wave st", "wave bulk", "inter st", "inter paced"]

@@ -316,6 +316,28 @@ def calibrate(
 
 
 @app.command()
+def trace(
+    shape: Annotated[str, typer.Argument(help=SHAPE_HELP)],
+    tokens: Annotated[int, typer.Option(help="Tokens per rank.")] = 4096,
+    remote_share: Annotated[float | None, typer.Option(help="Rows that cross the link.")] = None,
+    profile: Profile = None,
+    out: Annotated[
+        pathlib.Path | None, typer.Option(help="Folder for Chrome JSON files and timelines.")
+    ] = None,
+) -> None:
+    """Trace a mixture-of-experts layer on this GPU, or between GPUs under torchrun."""
+    from ._trace_moe import ranks, report
+
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("trace needs a GPU; `xstage plan moe` predicts without one")
+    with ranks() as (rank, world):
+        problem = _moe_problem(shape, tokens, world, remote_share)
+        text = report(problem, _profile(profile), rank, out)
+        if rank == 0:
+            typer.echo(text)
+
+
+@app.command()
 def validate(
     out: Annotated[pathlib.Path, typer.Option(help="Folder for report and pictures.")] = (
         pathlib.Path("validation")

@@ -125,8 +125,10 @@ class MegaMoETrace:
         from matplotlib.figure import Figure
 
         shown = sorted({s.cta for s in self.spans})[:ctas]
-        figure = Figure(figsize=(14, 0.5 * len(shown) + 1.5), layout="constrained")
-        axes = figure.subplots()
+        figure = Figure(figsize=(14, 0.5 * len(shown) + 3.0), layout="constrained")
+        axes, below = figure.subplots(
+            2, 1, sharex=True, height_ratios=[0.5 * len(shown) + 1.5, 1.5]
+        )
         rows = {"math 0": 0.55, "math 1": 0.3, "phases": 0.05, "pull": 0.8}
         for s in self.spans:
             if s.cta in shown:
@@ -134,11 +136,36 @@ class MegaMoETrace:
                 low = shown.index(s.cta) + rows[s.track]
                 axes.broken_barh([bar], (low, 0.2), facecolors=_COLORS.get(s.kind, "black"))
         axes.set_yticks([i + 0.5 for i in range(len(shown))], [f"CTA {c}" for c in shown])
-        axes.set_xlabel("us")
+        times, share = self.activity()
+        below.fill_between(times, share, step="post", color="tab:blue")
+        below.set_ylim(0.0, 1.0)
+        below.set_ylabel("in products")
+        below.set_xlabel("us")
         for kind, color in _COLORS.items():
             axes.broken_barh([], (0, 0), facecolors=color, label=kind)
         axes.legend(loc="upper right", ncols=len(_COLORS))
         figure.savefig(path, dpi=120)
+
+    def activity(
+        self, bin_us: float = 10.0
+    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """Starts of bins, and the share of math warpgroups inside a main loop: tensor cores busy.
+
+        Waits for stages inside a main loop count as products.
+        """
+        tiles = [s for s in self.spans if s.track.startswith("math") and s.all_cycles > 0]
+        if not tiles:
+            return np.zeros(0), np.zeros(0)
+        begin = np.array([s.start_us for s in tiles])
+        loop = np.array([1.0 - s.handing_cycles / s.all_cycles for s in tiles])
+        end = begin + loop * np.array([s.us for s in tiles])
+        edges = np.arange(0.0, end.max() + bin_us, bin_us)
+        workers = len({(s.cta, s.track) for s in tiles})
+        covered = [
+            float((np.minimum(end, t + bin_us) - np.maximum(begin, t)).clip(0.0).sum())
+            for t in edges
+        ]
+        return edges, np.array(covered) / (workers * bin_us)
 
     def summary(self) -> str:
         """Distributions by kind: how many, us and cycles at 10, 50 and 90%."""
@@ -202,19 +229,18 @@ def _spread(name: str, values: list[float]) -> str:
 
 
 def _mean_tile(tiles: list[Span]) -> str:
-    """Mean cycles of a tile by what the warpgroup did, and the SM clock."""
-
-    def kilocycles(name: str) -> float:
-        return float(np.mean([getattr(s, name) for s in tiles])) / 1e3
-
-    first, others, handing, everything = (
-        kilocycles(f"{name}_cycles") for name in ("first", "other", "handing", "all")
+    """Mean kilocycles of a tile by what the warpgroup did, p50 and p90 of waits, and SM clock."""
+    words = np.array(
+        [(s.first_cycles, s.other_cycles, s.handing_cycles, s.all_cycles) for s in tiles]
     )
+    first, others, handing, everything = words.mean(axis=0) / 1e3
+    half, high = np.percentile(words / 1e3, [50, 90], axis=0)
     clock = everything * 1e3 / float(np.mean([s.us for s in tiles]))
     return (
-        f"{len(tiles)} tiles, {everything + first:.2f} kcycles each: first stage waited for "
-        f"{first:.2f}, others {others:.2f}, products {everything - others - handing:.2f}, "
-        f"handing over {handing:.2f}; {clock:.0f} MHz"
+        f"{len(tiles)} tiles, {everything + first:.2f} kcycles each ({clock:.0f} MHz): waits for "
+        f"the first stage {first:.2f} ({half[0]:.2f} {high[0]:.2f}), others {others:.2f} "
+        f"({half[1]:.2f} {high[1]:.2f}), products {everything - others - handing:.2f}, "
+        f"handing over {handing:.2f} ({half[2]:.2f} {high[2]:.2f})"
     )
 
 

@@ -3,7 +3,7 @@
 //
 // At the end: by the math warps of every block when all ranks have stored all results
 // (Channel::from). Early: ranks work through their experts in order; when all of them have finished
-// their n-th expert (kExpertDone), tokens that need no later one are added up by warps 1 to 3, and
+// their n-th expert (kExpertDone), tokens that need no later one are added up by the pull warps, and
 // only the tokens of the last turn are left for the end. One order of addition, whatever the
 // schedule and the plan, so that results are bitwise the same.
 #pragma once
@@ -25,66 +25,82 @@ __device__ __forceinline__ void add_weighted(float (&acc)[8], uint4 const& value
   }
 }
 
-// One token by one warp. Bit s of `used`: slot s counts.
-__device__ __forceinline__ void combine_token(MegaMoeParams const& params, int32_t token,
-                                              uint32_t used) {
+// What a warp knows of a token before it adds up: lane s < topk holds slot s.
+struct TokenSlots {
+  float weight;
+  bool used;
+};
+
+__device__ __forceinline__ TokenSlots load_slots(MegaMoeParams const& params, CallState const& call,
+                                                 int32_t token) {
+  int const lane = threadIdx.x % 32;
+  TokenSlots slots{0.0f, false};
+  if (lane < params.plan.topk && token < call.num_tokens) {
+    int64_t const choice = int64_t{1} * token * params.plan.topk + lane;
+    slots.used = expert_of(params, choice) >= 0;
+    slots.weight = __ldg(params.topk_weights + choice);
+  }
+  return slots;
+}
+
+// kChunks x 512 bytes of a row, from `first` on, by one warp.
+template <int kChunks>
+__device__ __forceinline__ void combine_piece(MegaMoeParams const& params, int32_t token,
+                                              TokenSlots slots, int32_t first) {
   constexpr int kBatch = 4;  // slots whose loads are in flight together
   MegaMoePlan const& plan = params.plan;
   MegaMoeView const own = params.view(params.workspace.rank);
-  int const lane = threadIdx.x % 32;
-  char const* const rows =
-      own.combine_row<char>(plan, params.layout, 0, 0) + int64_t{2} * token * plan.hidden;
-  int64_t const slot_stride = int64_t{2} * plan.max_tokens * plan.hidden;
-  float const* const weights = params.topk_weights + int64_t{1} * token * plan.topk;
-  char* const y = reinterpret_cast<char*>(params.y + int64_t{1} * token * plan.hidden);
+  int32_t const offset = first + threadIdx.x % 32 * 16;
   int32_t const row_bytes = 2 * plan.hidden;
-  // Two chunks of 512 bytes at a time.
-  for (int32_t offset = lane * 16; offset < row_bytes; offset += 1024) {
-    bool const two = offset + 512 < row_bytes;
-    float acc[2][8] = {};
-    uint32_t left = used;
-    while (left != 0) {
-      uint4 values[kBatch][2];
-      uint32_t ahead = left;
+  char const* const rows =
+      own.combine_row<char>(plan, params.layout, 0, 0) + int64_t{1} * token * row_bytes + offset;
+  int64_t const slot_stride = int64_t{1} * plan.max_tokens * row_bytes;
+  float acc[kChunks][8] = {};
+  uint32_t left = __ballot_sync(0xffffffffu, slots.used);
+  while (left != 0) {
+    uint4 values[kBatch][kChunks];
+    uint32_t ahead = left;
 #pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        if (ahead == 0) continue;
-        char const* const from = rows + (__ffs(ahead) - 1) * slot_stride + offset;
-        ahead &= ahead - 1;
-        values[b][0] = __ldcg(reinterpret_cast<uint4 const*>(from));
-        values[b][1] = two ? __ldcg(reinterpret_cast<uint4 const*>(from + 512)) : uint4{};
-      }
+    for (int b = 0; b < kBatch; ++b) {
+      if (ahead == 0) continue;
+      char const* const from = rows + (__ffs(ahead) - 1) * slot_stride;
+      ahead &= ahead - 1;
 #pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        if (left == 0) continue;
-        float const slot_weight = __ldg(weights + __ffs(left) - 1);
-        left &= left - 1;
-        add_weighted(acc[0], values[b][0], slot_weight);
-        add_weighted(acc[1], values[b][1], slot_weight);
+      for (int c = 0; c < kChunks; ++c) {
+        bool const inside = offset + c * 512 < row_bytes;
+        values[b][c] = inside ? __ldcg(reinterpret_cast<uint4 const*>(from + c * 512)) : uint4{};
       }
     }
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      if (c == 1 && !two) continue;
-      uint4 out;
-      uint32_t* const words = reinterpret_cast<uint32_t*>(&out);
+    for (int b = 0; b < kBatch; ++b) {
+      if (left == 0) continue;
+      float const weight = __shfl_sync(0xffffffffu, slots.weight, __ffs(left) - 1);
+      left &= left - 1;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        words[i] =
-            pack_bf16(acc[c][2 * i] * params.routed_scale, acc[c][2 * i + 1] * params.routed_scale);
-      }
-      *reinterpret_cast<uint4*>(y + offset + c * 512) = out;
+      for (int c = 0; c < kChunks; ++c) add_weighted(acc[c], values[b][c], weight);
     }
+  }
+  char* const y = reinterpret_cast<char*>(params.y) + int64_t{1} * token * row_bytes + offset;
+#pragma unroll
+  for (int c = 0; c < kChunks; ++c) {
+    if (offset + c * 512 >= row_bytes) continue;
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      words[i] =
+          pack_bf16(acc[c][2 * i] * params.routed_scale, acc[c][2 * i + 1] * params.routed_scale);
+    }
+    *reinterpret_cast<uint4*>(y + c * 512) = make_uint4(words[0], words[1], words[2], words[3]);
   }
 }
 
 // One token by one warp, or a row that is no token, which becomes zero.
 __device__ __forceinline__ void combine_row_of(MegaMoeParams const& params, CallState const& call,
                                                int32_t token) {
-  int const lane = threadIdx.x % 32;
-  bool const valid = lane < params.plan.topk && token < call.num_tokens &&
-                     expert_of(params, int64_t{1} * token * params.plan.topk + lane) >= 0;
-  combine_token(params, token, __ballot_sync(0xffffffffu, valid));
+  TokenSlots const slots = load_slots(params, call, token);
+  for (int32_t first = 0; first < 2 * params.plan.hidden; first += 1024) {
+    combine_piece<2>(params, token, slots, first);
+  }
 }
 
 // Where in the order of every rank's experts the last of a token's experts stands; 0 without any.
@@ -112,7 +128,7 @@ __device__ __forceinline__ void combine_turn(MegaMoeParams const& params, CallSt
   }
 }
 
-// Early combine, warps 1 to 3 when they have pulled their rows: tells the sources which experts of
+// Early combine, the pull warps when they have pulled their rows: tells the sources which experts of
 // this rank are done, and adds up tokens whose experts are, except for the last turn.
 __device__ __forceinline__ void combine_early(MegaMoeParams const& params, CallState const& call,
                                               MegaMoeShared const& shared) {
@@ -122,7 +138,7 @@ __device__ __forceinline__ void combine_early(MegaMoeParams const& params, CallS
   int32_t const rank = static_cast<int32_t>(params.workspace.rank);
   int32_t const per_rank = plan.experts_per_rank();
   int const lane = threadIdx.x % 32;
-  int const warp = threadIdx.x / 32 - 1;
+  int const warp = threadIdx.x / 32 - Traits::kFirstDispatchWarp;
   uint32_t const* const stored =
       own.counter(params.layout, call.bank, MegaMoeCounter::kExpertStored);
   // One warp per expert; the last turn is announced by the end of the call.
@@ -150,16 +166,29 @@ __device__ __forceinline__ void combine_early(MegaMoeParams const& params, CallS
   }
 }
 
-// The math warps of all blocks, when all ranks have stored all results.
+// The math warps of all blocks, when all ranks have stored all results: whole rows, or pieces of
+// rows where those are few, so that every SM has a part. Slots of the next unit are read ahead.
 __device__ __forceinline__ void combine_tokens(MegaMoeParams const& params, CallState const& call) {
   using Traits = MegaMoeTraits;
+  constexpr int32_t kChunks = 2;
   int32_t const stride = call.num_blocks * Traits::kMathWarps;
-  int32_t const first = call.block * Traits::kMathWarps + threadIdx.x / 32 - 4;
+  int32_t const warp = (threadIdx.x / 32 - 4) * call.num_blocks + call.block;
   if (params.plan.combine == kCombineEarly) {
-    combine_turn(params, call, params.plan.experts_per_rank() - 1, first, stride);
+    combine_turn(params, call, params.plan.experts_per_rank() - 1, warp, stride);
     return;
   }
-  for (int32_t row = first; row < params.rows; row += stride) combine_row_of(params, call, row);
+  int32_t const row_bytes = 2 * params.plan.hidden;
+  int32_t const most = ceil_div(row_bytes, kChunks * 512);
+  int32_t const split = max_of(1, min_of(most, stride / max_of(params.rows, 1)));
+  TokenSlots slots = load_slots(params, call, warp / split);
+  for (int32_t unit = warp; unit < params.rows * split; unit += stride) {
+    TokenSlots const ahead = load_slots(params, call, (unit + stride) / split);
+    for (int32_t first = unit % split * kChunks * 512; first < row_bytes;
+         first += split * kChunks * 512) {
+      combine_piece<kChunks>(params, unit / split, slots, first);
+    }
+    slots = ahead;
+  }
 }
 
 }  // namespace xstage

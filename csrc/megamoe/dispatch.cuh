@@ -1,14 +1,15 @@
 // Dispatch: count and list the rows for every expert, tell the owners, pull what others list for
 // us.
 //
-// Roles: the prologue is run by all warps of every block, before the tiles; the pull by warps 1 to
-// 3 beside them. Shared memory: counts and positions per expert, in the memory of the stages.
+// Roles: the prologue is run by all warps of every block, before the tiles; the pull by warps 2 and
+// 3 beside them; segments of x are copied by the math warps before their first tile. Shared memory: counts and positions per expert, in the memory of the stages.
 // Global protocol (bank = epoch mod 2, all words are private to this rank unless said otherwise):
 //   kSendCounts    red, every block -> grid barrier kCountsAdded -> read by every block
 //   kSendCursors   atomics of every block
 //   kRoutes, kCounts, kTokens (read or written by peers) -> grid barrier kRoutesStored; its last
 //                  arrival stores kDispatchSignals of every owner (release.sys)
 //   kDispatchSignals[source] -> acquire.sys by every block
+//   kStaged[source][segment]  last block of a source, st.release.sys -> acquire.sys by the pull
 //   kArrived[b]    red.release.gpu per pulled row -> acquire by the loaders
 //   kLinear1Done   acquire by the pull: the x ring slot is free
 #pragma once
@@ -45,23 +46,60 @@ __device__ __forceinline__ void clear_next_bank(MegaMoeParams const& params,
   }
 }
 
-// Copies this block's share of x to where peers can read it.
-__device__ __forceinline__ void stage_tokens(MegaMoeParams const& params, CallState const& call) {
-  int64_t const num_vectors = int64_t{1} * call.num_tokens * params.plan.hidden / 8;
-  int64_t const stride = int64_t{1} * call.num_blocks * blockDim.x;
+// Who of this rank copies.
+struct Copiers {
+  int32_t index;
+  int32_t count;
+};
+
+// Copies tokens [first, last) to where peers can read them.
+__device__ __forceinline__ void stage_tokens(MegaMoeParams const& params, int32_t first,
+                                             int32_t last, Copiers copiers) {
+  constexpr int kUnroll = 8;
+  int64_t const row_vectors = params.plan.hidden / 8;
+  int64_t const end = last * row_vectors;
   uint4 const* const from = reinterpret_cast<uint4 const*>(params.x);
   uint4* const to =
       params.view(params.workspace.rank).at<uint4>(params.layout, MegaMoeRegion::kTokens);
-  constexpr int kUnroll = 8;
-  int64_t i = int64_t{1} * call.block * blockDim.x + threadIdx.x;
-  for (; i + (kUnroll - 1) * stride < num_vectors; i += kUnroll * stride) {
+  for (int64_t i = first * row_vectors + copiers.index; i < end; i += kUnroll * copiers.count) {
     uint4 values[kUnroll];
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) values[u] = __ldcs(from + i + u * stride);
+    for (int u = 0; u < kUnroll; ++u) {
+      int64_t const at = i + int64_t{1} * u * copiers.count;
+      if (at < end) values[u] = __ldcs(from + at);
+    }
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) to[i + u * stride] = values[u];
+    for (int u = 0; u < kUnroll; ++u) {
+      int64_t const at = i + int64_t{1} * u * copiers.count;
+      if (at < end) to[at] = values[u];
+    }
   }
-  for (; i < num_vectors; i += stride) to[i] = from[i];
+}
+
+// The math warps, before their first tile: copy x in segments and tell the owners about each.
+__device__ __forceinline__ void stage_segments(MegaMoeParams const& params, CallState const& call) {
+  constexpr int kMathThreads = MegaMoeTraits::kMathWarps * 32;
+  MegaMoePlan const& plan = params.plan;
+  int32_t const rank = static_cast<int32_t>(params.workspace.rank);
+  int const thread = threadIdx.x - 128;
+  int32_t const tokens = segment_tokens(plan);
+  uint32_t* const copied =
+      params.view(rank).counter(params.layout, call.bank, MegaMoeCounter::kSegmentsStaged);
+  for (int32_t s = 0; s < num_segments(plan); ++s) {
+    stage_tokens(params, min_of(s * tokens, call.num_tokens),
+                 min_of((s + 1) * tokens, call.num_tokens),
+                 {call.block * kMathThreads + thread, call.num_blocks * kMathThreads});
+    named_barrier_sync(NamedBarrier::kMath, kMathThreads);
+    // Another warp each time, since it waits for the stores.
+    if (thread != s % MegaMoeTraits::kMathWarps * 32) continue;
+    uint32_t const earlier = atom_add_acq_rel_gpu(copied + s, 1);
+    if (earlier + 1 != static_cast<uint32_t>(call.num_blocks)) continue;
+    fence_acq_rel_sys();
+    for (int32_t i = 1; i < plan.world; ++i) {
+      MegaMoeView const owner = params.view((rank + i) % plan.world);
+      st_release_sys(owner.staged(params.layout, rank, s), call.epoch);
+    }
+  }
 }
 
 // Lists this block's choices in the owners' kRoutes. Within an expert the order does not matter:
@@ -75,13 +113,21 @@ __device__ __forceinline__ void list_routes(MegaMoeParams const& params, CallSta
   uint32_t* const cursors = own.counter(params.layout, call.bank, MegaMoeCounter::kSendCursors);
   int const per_rank = plan.experts_per_rank();
   int const lane = threadIdx.x % 32;
+  int const group = call.route_group();
   // One warp per owner: exclusive sum of the counts of its experts.
   for (int owner = threadIdx.x / 32; owner < plan.world; owner += blockDim.x / 32) {
     uint32_t before = 0;
     for (int first = 0; first < per_rank; first += 32) {
       int const expert = owner * per_rank + first + lane;
       bool const valid = first + lane < per_rank;
-      uint32_t const count = valid ? __ldcg(send_counts + expert) : 0;
+      uint32_t count = 0;
+      uint32_t earlier = 0;  // of earlier route groups
+#pragma unroll
+      for (int g = 0; g < kRouteGroups; ++g) {
+        uint32_t const rows = valid ? __ldcg(send_counts + g * plan.num_experts + expert) : 0;
+        count += rows;
+        if (g < group) earlier += rows;
+      }
       uint32_t sum = count;
 #pragma unroll
       for (int d = 1; d < 32; d *= 2) {
@@ -90,8 +136,9 @@ __device__ __forceinline__ void list_routes(MegaMoeParams const& params, CallSta
       }
       if (valid) {
         uint32_t const mine = shared.routing.counts[expert];
-        uint32_t const taken = mine ? atomicAdd(cursors + expert, mine) : 0;
-        shared.routing.positions[expert] = before + sum - count + taken;
+        uint32_t const taken =
+            mine ? atomicAdd(cursors + group * plan.num_experts + expert, mine) : 0;
+        shared.routing.positions[expert] = before + sum - count + earlier + taken;
         if (call.block == 0) {
           params.view(owner).counts(plan, params.layout, call.bank,
                                     params.workspace.rank)[first + lane] = count;
@@ -183,14 +230,19 @@ __device__ __forceinline__ bool dispatch_prologue(MegaMoeParams const& params,
   __syncthreads();
   uint32_t* const send_counts = own.counter(params.layout, call.bank, MegaMoeCounter::kSendCounts);
   for (int e = threadIdx.x; e < plan.num_experts; e += blockDim.x) {
-    if (shared.routing.counts[e] != 0) atomicAdd(send_counts + e, shared.routing.counts[e]);
+    uint32_t* const rows = send_counts + call.route_group() * plan.num_experts + e;
+    if (shared.routing.counts[e] != 0) atomicAdd(rows, shared.routing.counts[e]);
   }
   __syncthreads();
   uint32_t* const barriers = own.counter(params.layout, call.bank, MegaMoeCounter::kGridBarriers);
   if (threadIdx.x == 0) red_add_release_gpu(barriers + kCountsAdded, 1);
 
   // Rows of this rank's own tokens are pulled from x itself.
-  if (plan.world > 1) stage_tokens(params, call);
+  if (plan.world > 1 && num_segments(plan) == 1) {
+    stage_tokens(params, 0, call.num_tokens,
+                 {static_cast<int32_t>(call.block * blockDim.x + threadIdx.x),
+                  static_cast<int32_t>(call.num_blocks * blockDim.x)});
+  }
 
   if (threadIdx.x == 0) {
     WaitSite const site{Phase::kGridBarrier, -1, call.epoch,
@@ -243,7 +295,27 @@ __device__ __forceinline__ void copy_row(char const* from, char* to, int32_t byt
   }
 }
 
-// Warps 1 to 3: row w, w + W, ... of all rows that this rank received, in block order.
+// Segments of the sources' tokens that a pull warp has seen in place. Lane s follows source s.
+struct StagedTokens {
+  uint32_t seen = 0;
+
+  // Waits for the segment of a token; whole warp, false when it gave up.
+  __device__ __forceinline__ bool wait(MegaMoeParams const& params, CallState const& call,
+                                       int32_t source, int32_t token) {
+    if (source == params.workspace.rank || num_segments(params.plan) == 1) return true;
+    int32_t const segment = token / segment_tokens(params.plan);
+    if (__shfl_sync(0xffffffffu, seen, source) >> segment & 1) return true;
+    uint64_t const* const word =
+        params.view(params.workspace.rank).staged(params.layout, source, segment);
+    WaitSite const site{Phase::kDispatchRows, source, call.epoch, call.epoch};
+    if (!wait_until(params.workspace, site, [&] { return ld_acquire_sys(word); })) return false;
+    if (static_cast<int32_t>(threadIdx.x % 32) == source) seen |= 1u << segment;
+    __syncwarp();
+    return true;
+  }
+};
+
+// Warps 2 and 3: row w, w + W, ... of all rows that this rank received, in block order.
 template <bool kTrace>
 __device__ __forceinline__ void pull_rows(MegaMoeParams const& params, CallState const& call,
                                           MegaMoeShared const& shared) {
@@ -259,7 +331,7 @@ __device__ __forceinline__ void pull_rows(MegaMoeParams const& params, CallState
   int32_t const per_rank = plan.experts_per_rank();
   int32_t const row_bytes = 2 * plan.hidden;
   Tracer<kTrace> tracer({params.trace, params.trace_records}, blockIdx.x, TraceTrack::kPull,
-                        threadIdx.x == 32);
+                        threadIdx.x == 64);
 
   // Lane s < world follows source s: its rows for the current expert and for all earlier ones.
   uint32_t const* const counts =
@@ -270,7 +342,9 @@ __device__ __forceinline__ void pull_rows(MegaMoeParams const& params, CallState
   int32_t rows_before = 0;  // of earlier experts
   int32_t blocks_before = 0;
   int32_t const stride = call.num_blocks * Traits::kDispatchWarps;
-  for (int32_t i = call.block * Traits::kDispatchWarps + threadIdx.x / 32 - 1;; i += stride) {
+  StagedTokens staged;
+  int32_t const warp = threadIdx.x / 32 - Traits::kFirstDispatchWarp;
+  for (int32_t i = call.block * Traits::kDispatchWarps + warp;; i += stride) {
     while (expert < per_rank && i >= rows_before + static_cast<int32_t>(shared.rows[expert])) {
       rows_before += shared.rows[expert];
       blocks_before += ceil_div<int32_t>(shared.rows[expert], Traits::kBlockM);
@@ -301,14 +375,13 @@ __device__ __forceinline__ void pull_rows(MegaMoeParams const& params, CallState
         return;
       }
     }
+    if (!staged.wait(params, call, from.source, token)) return;
     int32_t const in_block = row % Traits::kBlockM;
     char* const dst =
         own.x_block<char>(plan, layout, 0) +
         (int64_t{1} * (block % plan.x_ring_blocks) * Traits::kBlockM + in_block) * row_bytes;
     copy_row(src, dst, row_bytes, lane);
     if (lane == 0) own.origins(plan, layout, block)[in_block] = pack_origin(from.source, route);
-    // Tokens are read by TMA: the writes of the generic proxy must be ordered before.
-    fence_proxy_async();
     __syncwarp();
     if (lane == 0) red_add_release_gpu(arrived + block, 1);
     tracer.add(TraceKind::kPull, int64_t{block} << 24 | in_block, start_ns, 0, 0, 0, 0);

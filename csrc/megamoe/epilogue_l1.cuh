@@ -104,13 +104,12 @@ __device__ __forceinline__ void store_linear1(MegaMoeParams const& params, CallS
       bool const valid = first_row + r + lane / 16 * 8 < work.rows && col < plan.intermediate;
       if (valid) *reinterpret_cast<uint4*>(to + int64_t{1} * r * plan.intermediate) = value;
     }
-    // TMA reads these rows.
-    fence_proxy_async();
     __syncwarp();
   }
   outbox.forget_held();
   outbox.announce_later(
-      own.counter(params.layout, call.bank, MegaMoeCounter::kLinear1Done) + work.block, false);
+      own.counter(params.layout, call.bank, MegaMoeCounter::kLinear1Done) + work.block,
+      Announce::kPlainStores);
 }
 
 }  // namespace xstage

@@ -59,7 +59,8 @@ __device__ __forceinline__ void store_linear2(MegaMoeParams const& params, CallS
   // The loads of this tile are over: its h ring slot has one reader less.
   MegaMoeView const own = params.view(params.workspace.rank);
   outbox.announce_later(
-      own.counter(params.layout, call.bank, MegaMoeCounter::kLinear2Done) + work.block, false);
+      own.counter(params.layout, call.bank, MegaMoeCounter::kLinear2Done) + work.block,
+      Announce::kReads);
   if (first_row >= work.rows) {
     outbox.forget_held();
     return;

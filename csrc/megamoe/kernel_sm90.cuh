@@ -9,8 +9,9 @@
 //
 // Roles           warps   registers  file
 //   prologue      all     168        dispatch.cuh: count, list, tell owners
-//   load          0       104        mainloop.cuh: one thread; tiles, waits, TMA
-//   pull          1-3     104        dispatch.cuh: rows of x into the x ring
+//   load          0       104        mainloop.cuh: one thread; TMA
+//   schedule      1       104        mainloop.cuh: one thread; tiles, waits for their operands
+//   pull          2, 3    104        dispatch.cuh: rows of x into the x ring
 //   math          4-11    200        mainloop.cuh, epilogue_l1.cuh, epilogue_l2.cuh, combine.cuh
 //
 // Shared memory, bytes
@@ -23,7 +24,7 @@
 //   empty[4]      16 arrivals (both CTAs)      math warps -> both loaders
 //   kMath         256 threads                  before the combine
 //   kTilesDone    288 threads (not the pull)   all stores of the block are complete
-//   kCombined     352 threads (not the loader) nobody writes y any more
+//   kCombined     320 threads (math, pull)      nobody writes y any more
 //
 // Global protocol (layout.h has the regions and why two banks suffice): writer, order -> reader
 //   kArrived      pull, red.release.gpu after a proxy fence -> loader, acquire + proxy fence
@@ -155,6 +156,11 @@ __global__ void __cluster_dims__(MegaMoeTraits::kCluster, 1, 1)
       mbarrier_init(&shared.full[s], 1);
       mbarrier_init(&shared.empty[s], Traits::kMathWarps * Traits::kCluster);
     }
+    for (int q = 0; q < Traits::kTileQueue; ++q) {
+      mbarrier_init(&shared.ticket_full[q], 1);
+      mbarrier_init(&shared.tile_ready[q], 1);
+      mbarrier_init(&shared.tile_taken[q], 1);
+    }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     shared.epoch = call_epoch(params.workspace);
   }
@@ -168,19 +174,22 @@ __global__ void __cluster_dims__(MegaMoeTraits::kCluster, 1, 1)
 
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Traits::kDataRegisters));
-    if (ok && threadIdx.x == 0) load_tiles(params, call, shared);
+    if (ok && threadIdx.x == 0) load_tiles(params, shared);
+    if (ok && threadIdx.x == 32) schedule_tiles(params, call, shared);
     if (threadIdx.x < 32) {
       __syncwarp();
       named_barrier_sync(NamedBarrier::kTilesDone, kTilesThreads);
       if (threadIdx.x == 0) arrive_and_publish(params.workspace, call.epoch, num_blocks);
-    } else {
+    } else if (threadIdx.x >= 32 * Traits::kFirstDispatchWarp) {
       if (ok) pull_rows<kTrace>(params, call, shared);
       if (ok && params.plan.combine == kCombineEarly) combine_early(params, call, shared);
       __syncwarp();
       named_barrier_arrive(NamedBarrier::kCombined, kCombineThreads);
     }
+    __syncwarp();
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Traits::kMathRegisters));
+    if (ok && params.plan.world > 1 && num_segments(params.plan) > 1) stage_segments(params, call);
     if (ok) compute_tiles<kTrace>(params, call, shared);
     named_barrier_sync(NamedBarrier::kTilesDone, kTilesThreads);
     finish_tokens<kTrace>(params, call, shared, start_ns, tiles_ns);

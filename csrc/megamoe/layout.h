@@ -33,6 +33,16 @@ constexpr int64_t kRegionAlign = 1024;  // what a swizzled tensor map asks for, 
 constexpr int64_t kBankAlign = 128;
 constexpr int32_t kNumGridBarriers = 8;
 
+// A source copies x to kTokens in segments, and tells the owners about each: they pull the first
+// rows while the last are still being copied. A segment holds at least kSegmentBytes; a single one
+// is copied before the routes are told.
+constexpr int32_t kMaxSegments = 16;
+constexpr int64_t kSegmentBytes = int64_t{4} << 20;
+
+// Blocks of the grid list their rows in this many groups, one behind the other within an expert,
+// so that rows of an expert stand roughly in the order of their tokens, as segments do.
+constexpr int32_t kRouteGroups = 16;
+
 // Per-call counters of one bank, uint32 each: X(name, how many, meaning).
 //   arrived[b]     rows of block b in the x ring; complete at rows_of_block(b)
 //   linear1_done   tiles of block b in the h ring; complete at linear1_tiles(). Also says that the
@@ -40,14 +50,15 @@ constexpr int32_t kNumGridBarriers = 8;
 //   linear2_done   tiles of block b whose h ring slot is no longer read; complete at
 //                  linear2_tiles(): Linear-1 of block b + h_ring_blocks may write.
 //   expert_stored  (row, tile) stores of a local expert that are visible to their sources.
-#define XS_MEGAMOE_COUNTERS(X)                                                          \
-  X(kGridBarriers, kNumGridBarriers, "arrivals of this rank's CTAs")                    \
-  X(kTickets, 8, "dynamic work: next tile, next row to pull, next token to combine")    \
-  X(kSendCounts, plan.num_experts, "rows of this rank for each expert")                 \
-  X(kSendCursors, plan.num_experts, "rows of this rank already listed for each expert") \
-  X(kExpertStored, plan.experts_per_rank(), "stored tiles of each local expert")        \
-  X(kArrived, plan.max_blocks(), "rows of each block in the x ring")                    \
-  X(kLinear1Done, plan.max_blocks(), "Linear-1 tiles of each block")                    \
+#define XS_MEGAMOE_COUNTERS(X)                                                       \
+  X(kGridBarriers, kNumGridBarriers, "arrivals of this rank's CTAs")                 \
+  X(kTickets, 8, "dynamic work: next tile, next row to pull, next token to combine") \
+  X(kSegmentsStaged, kMaxSegments, "CTAs that have copied their part of a segment")  \
+  X(kSendCounts, kRouteGroups* plan.num_experts, "rows by route group and expert")   \
+  X(kSendCursors, kRouteGroups* plan.num_experts, "rows of them that are listed")    \
+  X(kExpertStored, plan.experts_per_rank(), "stored tiles of each local expert")     \
+  X(kArrived, plan.max_blocks(), "rows of each block in the x ring")                 \
+  X(kLinear1Done, plan.max_blocks(), "Linear-1 tiles of each block")                 \
   X(kLinear2Done, plan.max_blocks(), "Linear-2 tiles of each block")
 
 // The regions, in order: X(name, bytes, meaning). A region that needs two banks says 2 *. Those
@@ -56,6 +67,8 @@ constexpr int32_t kNumGridBarriers = 8;
 #define XS_MEGAMOE_REGIONS(X)                                                                    \
   X(kDispatchSignals, int64_t{8} * kMaxRanks,                                                    \
     "uint64 [source]: signal word; counts, routes and tokens of that source are in place")       \
+  X(kStaged, int64_t{8} * kMaxRanks * kMaxSegments,                                              \
+    "uint64 [source][segment]: epoch in which that segment of the source's tokens is in place")  \
   X(kExpertDone, int64_t{8} * plan.num_experts,                                                  \
     "uint64 [expert]: epoch in which this rank's rows of that expert have come back")            \
   X(kCounters, 2 * counter_bank_bytes(plan), "uint32 [bank][counter]: see XS_MEGAMOE_COUNTERS")  \
@@ -99,6 +112,16 @@ XS_HD int64_t counter_offset(MegaMoePlan const& plan, MegaMoeCounter which) {
   return offset;
 }
 
+// Tokens of a segment.
+XS_HD int32_t segment_tokens(MegaMoePlan const& plan) {
+  int64_t const least = ceil_div<int64_t>(kSegmentBytes, int64_t{2} * plan.hidden);
+  return max_of(static_cast<int32_t>(least), ceil_div(plan.max_tokens, kMaxSegments));
+}
+
+XS_HD int32_t num_segments(MegaMoePlan const& plan) {
+  return ceil_div(plan.max_tokens, segment_tokens(plan));
+}
+
 XS_HD int64_t counter_bank_bytes(MegaMoePlan const& plan) {
   return counter_offset(plan, MegaMoeCounter::kCount);
 }
@@ -138,6 +161,9 @@ struct MegaMoeView {
   }
   XS_HD uint64_t* dispatch_signal(MegaMoeLayout const& layout, int32_t source) const {
     return at<uint64_t>(layout, MegaMoeRegion::kDispatchSignals, source);
+  }
+  XS_HD uint64_t* staged(MegaMoeLayout const& layout, int32_t source, int32_t segment) const {
+    return at<uint64_t>(layout, MegaMoeRegion::kStaged, source * kMaxSegments + segment);
   }
   XS_HD uint64_t* expert_done(MegaMoeLayout const& layout, int32_t expert) const {
     return at<uint64_t>(layout, MegaMoeRegion::kExpertDone, expert);

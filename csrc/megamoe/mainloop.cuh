@@ -1,13 +1,16 @@
-// The tile loop: the loader (one thread of warp 0) and the matrix product of the math warps.
+// The tile loop: scheduler and loader (one thread each of warps 1 and 0), and the matrix product of
+// the math warps.
 //
 // Shared memory: the stages, the queue of tiles.
 // Barriers: full[s]  1 arrival (own loader) + 48 KiB of loads, own and the partner's multicast
 //                    -> the math warps
 //           empty[s] 16 arrivals: 8 math warps of both CTAs -> the loaders of both CTAs, since
 //                    either may multicast into the stage of the other
+//           tile_ready[q], tile_taken[q]  1 arrival: scheduler -> loader -> scheduler
+//           ticket_full[q]  1 arrival (CTA 1's scheduler) + 4 bytes from CTA 0's scheduler
 // Both CTAs of a cluster walk the same tiles with the same number of steps; a CTA without a tile of
 // its own keeps step with empty stages.
-// Global protocol: before a tile's loads the loader acquires kArrived (Linear-1: its rows are
+// Global protocol: before a tile's loads the scheduler acquires kArrived (Linear-1: its rows are
 // here), kLinear2Done of the block that used the h ring slot before (Linear-1), or kLinear1Done
 // (Linear-2: all columns are here). Counters of tiles count math warps, 8 per tile.
 #pragma once
@@ -24,9 +27,9 @@
 
 namespace xstage {
 
-// What the loader waits for before the loads of a tile.
+// What must be there before the loads of a tile.
 __device__ __forceinline__ bool wait_for_operands(MegaMoeParams const& params,
-                                                  CallState const& call, Tile const& tile) {
+                                                  CallState const& call, TileWork const& tile) {
   MegaMoePlan const& plan = params.plan;
   MegaMoeView const own = params.view(params.workspace.rank);
   auto const counter = [&](MegaMoeCounter which) {
@@ -64,7 +67,7 @@ struct TileLoads {
   bool linear1;
   TileShare share;
 
-  __device__ __forceinline__ TileLoads(MegaMoeParams const& params, Tile const& tile) {
+  __device__ __forceinline__ TileLoads(MegaMoeParams const& params, TileWork const& tile) {
     using Traits = MegaMoeTraits;
     MegaMoePlan const& plan = params.plan;
     linear1 = tile.phase == TilePhase::kLinear1;
@@ -128,46 +131,93 @@ struct TileLoads {
   }
 };
 
-// One thread. Walks this cluster's tiles, waits for their operands, keeps the stages full.
-__device__ __forceinline__ void load_tiles(MegaMoeParams const& params, CallState const& call,
-                                           MegaMoeShared& shared) {
+// The cluster tile of turn `turn`: by the static deal, or a ticket that CTA 0 draws and tells
+// CTA 1. Tickets only grow, so a cluster walks forwards, and every wait of a tile points to tiles
+// that others have drawn before. Negative: the call was aborted.
+__device__ __forceinline__ int32_t next_tile(MegaMoeParams const& params, CallState const& call,
+                                             MegaMoeShared& shared, int32_t turn, int cta) {
+  if (!MegaMoeTraits::kTickets) {
+    return dealt_tile(params.plan, turn, call.block / MegaMoeTraits::kCluster);
+  }
+  int32_t const slot = turn % MegaMoeTraits::kTileQueue;
+  if (cta == 0) {
+    uint32_t* const counter = params.view(params.workspace.rank)
+                                  .counter(params.layout, call.bank, MegaMoeCounter::kTickets);
+    int32_t const ticket = static_cast<int32_t>(atomicAdd(counter, 1u));
+    store_async_cluster(&shared.tickets[slot], ticket, &shared.ticket_full[slot], 1);
+    return ticket;
+  }
+  mbarrier_arrive_expect(&shared.ticket_full[slot], sizeof(int32_t));
+  uint32_t const parity = turn / MegaMoeTraits::kTileQueue & 1;
+  bool const ok = mbarrier_wait(&shared.ticket_full[slot], parity, params.workspace);
+  return ok ? shared.tickets[slot] : -1;
+}
+
+// One thread. Works out this cluster's tiles, one ahead of the loader, and waits for their
+// operands.
+__device__ __forceinline__ void schedule_tiles(MegaMoeParams const& params, CallState const& call,
+                                               MegaMoeShared& shared) {
   using Traits = MegaMoeTraits;
   MegaMoePlan const& plan = params.plan;
   int const cta = static_cast<int>(cute::block_rank_in_cluster());
   TileCursor<uint32_t const*> cursor(plan, shared.rows);
-  PipelineState pipe;
-  int32_t const worker = call.block / Traits::kCluster;
   for (int32_t turn = 0;; ++turn) {
-    bool const more = cursor.seek(dealt_tile(plan, turn, worker));
+    int32_t const slot = turn % Traits::kTileQueue;
+    if (turn > 0) {
+      int32_t const before = turn - 1;
+      uint32_t const parity = before / Traits::kTileQueue & 1;
+      if (!mbarrier_wait(&shared.tile_taken[before % Traits::kTileQueue], parity,
+                         params.workspace)) {
+        return;
+      }
+    }
+    int32_t const index = next_tile(params, call, shared, turn, cta);
+    if (index < 0) return;
     TileWork work{};
-    Tile tile{};
-    if (more) {
-      tile = cursor.tile(cta);
+    if (cursor.seek(index)) {
+      Tile const tile = cursor.tile(cta);
       // CTA 0 always has a tile; a partner without one takes as many steps.
       bool const linear1 = cursor.tile(0).phase == TilePhase::kLinear1;
       work = TileWork{tile.phase,
+                      tile.share,
                       (linear1 ? plan.hidden : plan.intermediate) / Traits::kBlockK,
                       tile.block,
                       tile.rows,
                       tile.n,
                       tile.expert,
-                      tile.block % plan.h_ring_blocks * Traits::kBlockM,
-                      0};
-      if (!wait_for_operands(params, call, tile)) return;
+                      tile.block % plan.h_ring_blocks * Traits::kBlockM};
+      if (!wait_for_operands(params, call, work)) return;
     }
-    TileLoads const loads(params, tile);
+    shared.tiles[slot] = work;
+    mbarrier_arrive(&shared.tile_ready[slot]);
+    if (work.num_k == 0) return;
+  }
+}
+
+// One thread. Keeps the stages full.
+__device__ __forceinline__ void load_tiles(MegaMoeParams const& params, MegaMoeShared& shared) {
+  using Traits = MegaMoeTraits;
+  int const cta = static_cast<int>(cute::block_rank_in_cluster());
+  PipelineState pipe;
+  for (int32_t turn = 0;; ++turn) {
+    int32_t const slot = turn % Traits::kTileQueue;
+    uint32_t const parity = turn / Traits::kTileQueue & 1;
+    if (!mbarrier_wait(&shared.tile_ready[slot], parity, params.workspace)) return;
+    TileWork const work = shared.tiles[slot];
+    TileLoads const loads(params, work);
+    int32_t const look_ahead = max_of(work.num_k - Traits::kLookAhead, 0);
     for (int k = 0; k < max_of(work.num_k, 1); ++k, pipe.advance()) {
       uint64_t* const full = &shared.full[pipe.stage];
+      if (k == look_ahead) mbarrier_arrive(&shared.tile_taken[slot]);
       if (!mbarrier_wait(&shared.empty[pipe.stage], pipe.phase ^ 1, params.workspace)) return;
-      if (k == 0) shared.tiles[turn % Traits::kTileQueue] = work;
-      if (tile.phase == TilePhase::kNone) {
+      if (work.phase == TilePhase::kNone) {
         mbarrier_arrive(full);
       } else {
         mbarrier_arrive_expect(full, sizeof(MegaMoeShared::Stage));
         loads.issue(shared.stages[pipe.stage], full, k, cta);
       }
     }
-    if (!more) return;
+    if (work.num_k == 0) return;
   }
 }
 

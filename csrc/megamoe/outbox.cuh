@@ -27,6 +27,14 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   return *reinterpret_cast<uint32_t const*>(&pair);
 }
 
+// What a counter says about this warp. Reads have been performed when it is raised, so it need not
+// order anything; a release would wait until all stores of the SM have left.
+enum class Announce : int { kReads = 0, kPlainStores = 1, kBulkStores = 2 };
+
+__device__ __forceinline__ void red_add_relaxed_gpu(uint32_t* p, uint32_t v) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
 struct Outbox {
   using Traits = MegaMoeTraits;
   static constexpr int kHalf = Traits::kStagingRows;
@@ -39,8 +47,8 @@ struct Outbox {
   int wait_steps;          // steps before the held half is due
   uint32_t* announcement;  // counter to raise; null: none
   int announce_steps;      // steps before that
-  bool announce_stores;    // only when this warp's bulk stores are complete
-  uint32_t* stored;        // early combine: counter of complete rows to raise; null: none
+  Announce announce_kind;
+  uint32_t* stored;  // early combine: counter of complete rows to raise; null: none
   uint32_t stored_rows;
 
   __device__ __forceinline__ void init(char* warp_staging) {
@@ -50,7 +58,7 @@ struct Outbox {
     destination = nullptr;
     bytes = 0;
     wait_steps = announce_steps = 0;
-    announce_stores = false;
+    announce_kind = Announce::kReads;
     stored = nullptr;
     stored_rows = 0;
   }
@@ -118,19 +126,25 @@ struct Outbox {
   // Raises the pending counter, after this warp's stores where it stands for them.
   __device__ __forceinline__ void publish(uint32_t amount = 1) {
     if (announcement == nullptr) return;
-    if (announce_stores) {
+    if (announce_kind == Announce::kBulkStores) {
       bulk_wait<0>();
       fence_proxy_async();
     }
     __syncwarp();
-    if (threadIdx.x % 32 == 0) red_add_release_gpu(announcement, amount);
+    if (threadIdx.x % 32 == 0) {
+      if (announce_kind == Announce::kReads) {
+        red_add_relaxed_gpu(announcement, amount);
+      } else {
+        red_add_release_gpu(announcement, amount);
+      }
+    }
     announcement = nullptr;
   }
 
-  __device__ __forceinline__ void announce_later(uint32_t* counter, bool stores) {
+  __device__ __forceinline__ void announce_later(uint32_t* counter, Announce kind) {
     announcement = counter;
     announce_steps = Traits::kPublishSteps;
-    announce_stores = stores;
+    announce_kind = kind;
   }
 
   // Sends and announces all that is pending.
@@ -142,7 +156,7 @@ struct Outbox {
     }
     publish();
     if (stored != nullptr) {
-      announce_later(stored, true);
+      announce_later(stored, Announce::kBulkStores);
       publish(stored_rows);
       stored = nullptr;
     }

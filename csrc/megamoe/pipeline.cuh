@@ -4,6 +4,7 @@
 #include <cutlass/bfloat16.h>
 
 #include "common/wait.cuh"
+#include "layout.h"
 #include "schedule.h"
 #include "traits_sm90.h"
 
@@ -33,6 +34,20 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(uint64_t* barrier, uint3
       "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
       "}" ::"r"(smem_address(barrier)),
       "r"(cta)
+      : "memory");
+}
+// Writes a word into the shared memory of CTA `cta` of the cluster; its barrier there counts the 4
+// bytes when the word is in place.
+__device__ __forceinline__ void store_async_cluster(int32_t* word, int32_t value, uint64_t* barrier,
+                                                    uint32_t cta) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 there, done;\n"
+      "mapa.shared::cluster.u32 there, %0, %3;\n"
+      "mapa.shared::cluster.u32 done, %2, %3;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.s32 [there], %1, [done];\n"
+      "}" ::"r"(smem_address(word)),
+      "r"(value), "r"(smem_address(barrier)), "r"(cta)
       : "memory");
 }
 __device__ __forceinline__ bool mbarrier_try_wait(uint64_t* barrier, uint32_t parity) {
@@ -115,17 +130,17 @@ struct PipelineState {
   }
 };
 
-// What the loader tells the math warps about a tile. It is written before the loader arrives at the
-// `full` barrier of the tile's first stage, and read behind that barrier.
+// What the scheduler tells the loader, and the loader's first `full` barrier the math warps, about
+// a tile.
 struct TileWork {
   TilePhase phase;  // kNone with num_k > 0: only keep step with the partner
-  int32_t num_k;    // 0: no more tiles
+  TileShare share;
+  int32_t num_k;  // 0: no more tiles
   int32_t block;
   int32_t rows;
   int32_t n;
   int32_t expert;
   int32_t ring_row;  // first row of the block in the h ring
-  int32_t pad;
 };
 
 struct MegaMoeShared {
@@ -146,6 +161,10 @@ struct MegaMoeShared {
   char staging[Traits::kMathWarps][Traits::kStagingRows * Traits::kStagingRow];
   TileWork tiles[Traits::kTileQueue];
   uint32_t rows[Traits::kMaxLocalExperts];  // rows received per local expert: fixes the schedule
+  int32_t tickets[Traits::kTileQueue];      // CTA 1: which cluster tile comes next
+  uint64_t ticket_full[Traits::kTileQueue];
+  uint64_t tile_ready[Traits::kTileQueue];  // scheduler -> loader: the entry, and its operands
+  uint64_t tile_taken[Traits::kTileQueue];  // loader -> scheduler: prepare the next but one
   uint64_t full[Traits::kStages];
   uint64_t empty[Traits::kStages];
   uint64_t epoch;
@@ -160,6 +179,11 @@ struct CallState {
   int32_t num_tokens;
   int32_t block;       // of this rank
   int32_t num_blocks;  // of this rank
+
+  // Rows of an expert stand in the order of these groups.
+  __device__ __forceinline__ int32_t route_group() const {
+    return block * kRouteGroups / num_blocks;
+  }
 };
 
 }  // namespace xstage

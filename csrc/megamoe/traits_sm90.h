@@ -13,7 +13,8 @@ struct MegaMoeTraits {
   static constexpr int kCluster = 2;
 
   static constexpr int kMathWarps = 8;
-  static constexpr int kDispatchWarps = 3;  // warps 1 to 3; warp 0 loads
+  static constexpr int kFirstDispatchWarp = 2;
+  static constexpr int kDispatchWarps = 2;  // warps 2 and 3; warp 0 loads, warp 1 schedules
   static constexpr int kThreads = 384;
   static constexpr int kDataRegisters = 104;  // warps 0 to 3
   static constexpr int kMathRegisters = 200;  // 128 accumulators, 32 for the held half tile
@@ -24,7 +25,11 @@ struct MegaMoeTraits {
   static constexpr int kStagingRows = 8;
   static constexpr int kWarpRows = 16;  // rows of a tile that a math warp owns
 
-  static constexpr int kTileQueue = 8;  // tiles that the loader may be ahead: stages + 2 at most
+  static constexpr int kTileQueue = 8;
+  // The loader tells the scheduler to prepare the next tile so many steps before this one's end.
+  static constexpr int kLookAhead = 20;
+  // Clusters draw tiles from a counter (tickets) instead of taking every n-th of the sequence.
+  static constexpr bool kTickets = true;
   static constexpr int kMaxExperts = 1024;
   static constexpr int kMaxLocalExperts = 128;
 
@@ -35,7 +40,7 @@ struct MegaMoeTraits {
 
   static_assert(kDataRegisters * 128 + kMathRegisters * 256 <= 168 * kThreads,
                 "setmaxnreg redistributes what the launch bound allots");
-  static_assert(kTileQueue >= kStages + 2, "an entry is read until its tile has left the stages");
+  static_assert(kTileQueue >= kStages + 4, "an entry is read until its tile has left the stages");
 };
 
 // Named barriers; 0 is __syncthreads. kMathGroup: one per math warpgroup, 3 and 4.

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -75,10 +78,14 @@ def make(case: Case, *, skip: float = 0.1, idx_dtype: torch.dtype = torch.int32)
 class Session:
     """A virtual group with one operator instance, its memory filled with NaN where it may be."""
 
-    def __init__(self, plan: MegaMoePlan) -> None:
+    def __init__(self, plan: MegaMoePlan, timeout_ms: int = 5000) -> None:
         self.plan = plan
         self.workspace = SymmetricWorkspace(
-            nbytes=plan.bytes(), backend="virtual", world=plan.world, device=DEVICE, timeout_ms=5000
+            nbytes=plan.bytes(),
+            backend="virtual",
+            world=plan.world,
+            device=DEVICE,
+            timeout_ms=timeout_ms,
         )
         self.lease = self.workspace.channel("moe", plan.bytes())
         table = torch.ops.xstage.megamoe_layout(plan.words()).splitlines()
@@ -337,6 +344,18 @@ def test_a_trace_has_every_tile_of_the_schedule() -> None:
         wanted = sorted(tiles[tiles[:, 2] == phase][:, [5, 8]].tolist())
         for track in ("math 0", "math 1"):
             assert sorted([s.block, s.n] for s in trace.of(kind, track)) == wanted
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_sanitizer_finds_nothing(tool: str, level: int) -> None:
+    sanitizer = shutil.which("compute-sanitizer")
+    if level < 2 or sanitizer is None:
+        pytest.skip("needs compute-sanitizer and a minute; XSTAGE_TEST_LEVEL=2 runs it")
+    command = [sanitizer, "--tool", tool, "--kernel-name", "regex:megamoe_sm90"]
+    command += ["--error-exitcode", "9", sys.executable, "-m", "tests.gpu.megamoe_small"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-3000:]
+    assert "megamoe_small: ok" in result.stdout
 
 
 def test_plans_that_no_kernel_runs_are_refused_by_name() -> None:
