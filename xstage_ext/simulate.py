@@ -59,12 +59,14 @@ class Assumptions:
         Share of the profile's memory rate that operand streams of tiles reach.
     hbm_sm_share : float
         One SM reads at most this multiple of its even share of the memory rate.
+    pull_rate : float
+        Share of the profile's rate of pulls that the kernel's few pull warps reach.
     pull_share : float
         Share of the egress that answers to the peers' pulls get while stores want it too.
     visibility_us : float or None
         Latency of the final fence and signal; None: the profile's.
     tickets : bool
-        Workers draw tiles from a counter instead of the static deal.
+        Workers draw tiles from a counter, as the kernel does; False: the static deal.
     jitter : float
         Main loops are longer or shorter by up to this share, at random but repeatably: nothing in a
         real machine keeps SMs exactly in step.
@@ -84,9 +86,10 @@ class Assumptions:
     l2_reuse: float = 0.6
     hbm_share: float = 0.85
     hbm_sm_share: float = 1.5
+    pull_rate: float = 1.0
     pull_share: float = 0.5
     visibility_us: float | None = None
-    tickets: bool = False
+    tickets: bool = True
     jitter: float = 0.03
 
 
@@ -298,7 +301,7 @@ def _machine(
         "hbm_GBps": hbm_GBps,
         "hbm_sm_GBps": even * assume.hbm_sm_share,
         "reuse_bytes": profile.gpu.l2_bytes * assume.l2_reuse,
-        "pull_GBps": profile.rates.pull_GBps,
+        "pull_GBps": assume.pull_rate * profile.rates.pull_GBps,
         "pull_share": assume.pull_share,
         "issue_us": float(mechanism.T0_us(k, tile_bytes)),
         "issue_slice_us": float(mechanism.T0_us(k, slice_bytes)),

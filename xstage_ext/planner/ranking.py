@@ -31,8 +31,8 @@ FAMILIES: dict[str, dict[str, int]] = {
     "inter st 32": {"schedule": 1, "store": 0, "lead_blocks": 32},
     "inter st 64": {"schedule": 1, "store": 0, "lead_blocks": 64},
     "inter paced 48": {"schedule": 1, "store": 2, "lead_blocks": 48},
-    "mixed st 48": {"schedule": 1, "mix": 1, "store": 0, "lead_blocks": 48},
     "mixed st 32": {"schedule": 1, "mix": 1, "store": 0, "lead_blocks": 32},
+    "mixed st 32 g8": {"schedule": 1, "mix": 1, "store": 0, "lead_blocks": 32, "group_blocks": 8},
     "mixed st 24 g8": {"schedule": 1, "mix": 1, "store": 0, "lead_blocks": 24, "group_blocks": 8},
     "mixed st 16 g8": {"schedule": 1, "mix": 1, "store": 0, "lead_blocks": 16, "group_blocks": 8},
     "mixed bulk 16 g8": {"schedule": 1, "mix": 1, "store": 1, "lead_blocks": 16, "group_blocks": 8},
@@ -51,7 +51,7 @@ per warp and slice (as fast as one), waves of 32 and leads of 16 without mixing 
 DEFAULTS = {"group_blocks": 16, "mix": 0, "slice_rows": 1, "x_ring_blocks": 64}
 """Groups are whole experts up to 16 m-blocks."""
 
-AT_HOME = "wave st 64"
+AT_HOME = "mixed paced 16 g8"
 """Where no row crosses the link: measured on one GPU, docs/perf_log.md."""
 
 
