@@ -1,12 +1,11 @@
 #!/usr/bin/env bash
-# Every GPU check in one call: one-GPU tests, two-rank tests, quick benchmarks. Each step has its own
-# time limit, so that one hang does not lose the rest; a short table closes the output.
+# Every GPU check in one call: one-GPU tests, two-rank tests, the benchmarks whose figures stand in
+# benchmarks/results/ (rewritten there), the whole sweep. Each step has its own time limit, so that one
+# hang does not lose the rest; a short table closes the output. About eight minutes on two H200.
 #
 #   tools/gpu_check.sh                                  # the installed libraries
 #   XSTAGE_LIB_DIR=/where/lib tools/gpu_check.sh        # built elsewhere (tools/build_for.sh)
-#   tools/gpu_check.sh gpu dist                         # only steps whose name holds a word
-#
-# Not run on GPUs yet; without one it was seen to report failed and skipped steps.
+#   tools/gpu_check.sh tests dist                       # only steps whose name holds a word
 #
 # Logs lie in ${OUTDIR:-build/gpu-check}. LIMIT_S scales every limit (default 1).
 set -u
@@ -59,20 +58,23 @@ import torch, xstage_ext
 from xstage_ext import _binary
 assert _binary.CUDA_LIBRARY_ERROR is None, _binary.CUDA_LIBRARY_ERROR
 print("torch", torch.__version__, torch.cuda.get_device_name(), "kernels loaded")'
-for file in tests/gpu/test_*.py; do
-  name=$(basename "$file" .py)
-  step "gpu-${name#test_}" 240 python3 -m pytest -q -x "$file"
-done
+step tests-gpu 240 python3 -m pytest -q tests/gpu
+XSTAGE_TEST_LEVEL=2 step sanitizer 240 python3 -m pytest -q tests/gpu -k sanitizer
 if [ "$gpus" -ge "$ranks" ]; then
   for file in tests/dist/test_*.py; do
     name=$(basename "$file" .py)
-    step "dist-${name#test_}" 240 "${launch[@]}" -m pytest -q -x "$file"
+    step "dist-${name#test_}" 240 "${launch[@]}" -m pytest -q "$file"
   done
   step bench-handshake 120 "${launch[@]}" benchmarks/bench_handshake.py
-  step bench-a2a 180 "${launch[@]}" benchmarks/bench_a2a.py --quick
-  step bench-attention 240 "${launch[@]}" benchmarks/bench_attention.py --pairs 5
-  step bench-megamoe 240 "${launch[@]}" benchmarks/bench_megamoe.py --pairs 5
-  step sweep-quick 480 python3 benchmarks/sweep_84.py --quick
+  step bench-burst 120 python3 benchmarks/bench_burst.py
+  step bench-a2a 180 "${launch[@]}" benchmarks/bench_a2a.py
+  step bench-alone 180 python3 benchmarks/bench_attention.py
+  step bench-attention 240 "${launch[@]}" benchmarks/bench_attention.py --out attention_a2a.jsonl
+  step bench-megamoe 240 "${launch[@]}" benchmarks/bench_megamoe.py
+  step calibrate 120 python3 -m xstage_ext.cli calibrate --out "$logs/profile.json"
+  step validate 120 python3 -m xstage_ext.cli validate --profile "$logs/profile.json" \
+    --out "$logs/validation"
+  step sweep 480 "${launch[@]}" benchmarks/sweep_84.py --record
 else
   rows+=("two-rank checks  skipped: $gpus GPU visible, $ranks needed")
 fi
