@@ -30,9 +30,9 @@ constexpr int kVectorDepth = 4;
 constexpr int kVectorBlocksPerSm = 3;
 constexpr int kWarpThreads = 32;
 constexpr int kBulkThreads = 2 * kWarpThreads;
-constexpr int kStages = 6;  // two blocks fit an SM: the next call starts while this one ends
+constexpr int kStages = 8;
 constexpr int kStageBytes = 16384;
-constexpr int kStoresInFlight = 3;  // of the stages; loads have the others
+constexpr int kStoresInFlight = 4;  // of the stages; loads have the others
 
 // Routes from this rank to every other, [tensor][destination]. In shared memory, since parameters
 // that are indexed at run time are slow to walk.
@@ -209,14 +209,15 @@ __device__ __forceinline__ void load_role(ChunkWalk walk, BulkStorage& storage) 
 }
 
 // A stage goes back when the stores of kStoresInFlight chunks later have been issued and its own
-// have read it; every lane knows of its own stores only, so every lane gives it back.
-__device__ __forceinline__ void store_role(ChunkWalk walk, BulkStorage& storage) {
+// have read it; every lane knows of its own stores only, so every lane gives it back. Without a
+// slot chunks are taken and not stored.
+__device__ __forceinline__ void store_role(ChunkWalk walk, BulkStorage& storage, bool granted) {
   RingState<kStages> at;
   RingState<kStages> returned;
   A2aChunk chunk;
   for (int issued = 0; walk.next(chunk); ++issued) {
     storage.full[at.stage].wait(at.phase);
-    store_chunk(chunk, storage.stages[at.stage]);
+    if (granted) store_chunk(chunk, storage.stages[at.stage]);
     at.advance();
     if (issued < kStoresInFlight) continue;
     bulk_wait_read<kStoresInFlight>();
@@ -278,7 +279,6 @@ __global__ void __launch_bounds__(kBulkThreads)
     a2a_bulk_kernel(__grid_constant__ A2aParams const params) {
   extern __shared__ __align__(128) char shared[];
   __shared__ RouteTable table;
-  __shared__ bool granted;
   BulkStorage& storage = *reinterpret_cast<BulkStorage*>(shared);
   A2aRankParams const& rank = params.ranks[blockIdx.y];
   if (threadIdx.x < kStages) {
@@ -286,21 +286,15 @@ __global__ void __launch_bounds__(kBulkThreads)
     storage.empty[threadIdx.x].init(kWarpThreads);
   }
   cutlass::arch::fence_barrier_init();
-  table.fill(params, rank, kWarpThreads);
+  table.fill(params, rank, 0);
+  __syncthreads();
   wait_for_kernel_before();
   uint64_t const epoch = call_epoch(rank.workspace);
+  ChunkWalk const walk(params, rank, table);
   if (threadIdx.x < kWarpThreads) {
-    bool const ok = begin_call(params, rank, epoch);
-    if (threadIdx.x == 0) granted = ok;
-  }
-  __syncthreads();
-  if (granted) {
-    ChunkWalk const walk(params, rank, table);
-    if (threadIdx.x < kWarpThreads) {
-      load_role(walk, storage);
-    } else {
-      store_role(walk, storage);
-    }
+    load_role(walk, storage);
+  } else {
+    store_role(walk, storage, begin_call(params, rank, epoch));
   }
   launch_dependent_kernel();
   finish_call(params, rank, epoch);

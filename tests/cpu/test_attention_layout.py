@@ -157,6 +157,16 @@ def test_long_video_is_fused_and_longer_costs_more() -> None:
     assert decide(AttentionProblem(40, 40, 128, even_split(75600, 8))).action == "piggyback"
 
 
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "rows", "paced"),
+    [(24, 128, 4096, True), (24, 128, 16384, True), (6, 128, 4608, False), (12, 64, 17776, False)],
+)
+def test_slices_where_they_were_faster(heads: int, head_dim: int, rows: int, paced: bool) -> None:
+    """Not behind the only tile of an SM, and not at head size 64."""
+    plan = decide(AttentionProblem(heads, heads, head_dim, even_split(rows, 2))).plan
+    assert (plan.slice_bytes != 0) == paced
+
+
 def test_given_fields_win() -> None:
     problem = AttentionProblem(8, 8, 128, (4096, 4096))
     plan = decide(problem, None, slice_bytes=2048, slice_steps=7, tile_order=1, slots=5).plan

@@ -1,6 +1,6 @@
 """Small All-to-Alls that touch every path, for compute-sanitizer:
 
-compute-sanitizer --tool racecheck --kernel-name regex:a2a_ python -m tests.gpu.a2a_small
+compute-sanitizer --tool racecheck python -m tests.gpu.a2a_small
 """
 
 from __future__ import annotations

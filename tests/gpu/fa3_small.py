@@ -1,6 +1,6 @@
 """Small calls of fa3 and fa3_a2a that touch every path, for compute-sanitizer:
 
-compute-sanitizer --tool racecheck --kernel-regex kns=fa3_kernel python -m tests.gpu.fa3_small
+compute-sanitizer --tool racecheck python -m tests.gpu.fa3_small
 """
 
 from __future__ import annotations
