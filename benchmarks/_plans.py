@@ -7,9 +7,11 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import _report
 import _sweep
 
 from xstage_ext.planner.megamoe import MegaMoePlan
+from xstage_ext.testing import Timing
 
 OP = "megamoe_plans"
 """Result lines of this kind hold every plan of a configuration."""
@@ -31,48 +33,54 @@ class Measured:
     plan: MegaMoePlan
     us: float
     halves_us: tuple[float, float]
+    timing: Timing = Timing(0.0, 0.0, 0.0, 0, ())
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A configuration with its measured plans.
-
-    Attributes
-    ----------
-    plans : tuple
-        Timed one after the other, at the power limit.
-    arms : dict
-        Time of the plans of the sweep's arms, us, by plan: in turns with the unfused pipeline,
-        which lets the GPU cool.
-    """
+    """A configuration with its measured plans."""
 
     config: _sweep.Config
     load: _sweep.Load
     plans: tuple[Measured, ...]
-    arms: dict[MegaMoePlan, float]
 
 
 def read(lines: Iterable[Mapping[str, Any]]) -> list[Case]:
     """Every configuration among result lines; plans whose results were wrong are left out."""
     by_key = {json.dumps(config.key): config for config in _sweep.load_configs()}
-    arms: dict[str, dict[str, float]] = {}
-    grids: dict[str, list[Mapping[str, Any]]] = {}
-    for line in lines:
-        key = json.dumps(line["shape"])
-        if line["op"] == OP:
-            grids[key] = [one for one in line["plans"] if one["ok"]]
-        elif line["op"] == "megamoe" and line["arm"] in _sweep.ARMS and line["ok"]:
-            arms.setdefault(key, {})[line["measured_as"]] = line["us_median"]
     cases = []
-    for key, grid in grids.items():
-        config = by_key[key]
-        plans = tuple(
-            Measured(one["name"], MegaMoePlan(*one["plan"]), one["us"], tuple(one["halves_us"]))
-            for one in grid
-        )
-        seen = {one.plan: arms[key][one.name] for one in plans if one.name in arms.get(key, {})}
-        cases.append(Case(config, _sweep.load_of(config, config.draw()), plans, seen))
+    for line in lines:
+        if line["op"] != OP:
+            continue
+        config = by_key[json.dumps(line["shape"])]
+        plans = tuple(_measured(one) for one in line["plans"] if one["ok"])
+        cases.append(Case(config, _sweep.load_of(config, config.draw()), plans))
     return cases
+
+
+def _measured(one: Mapping[str, Any]) -> Measured:
+    timing = Timing(one["us"], one["us_p10"], one["us_p90"], one["n"], ())
+    plan = MegaMoePlan(*one["plan"])
+    return Measured(one["name"], plan, one["us"], tuple(one["halves_us"]), timing)
+
+
+def measured(
+    row: _report.Row, timing: Timing, ok: bool, extra: Mapping[str, object]
+) -> _report.Row:
+    """A predicted row with what the clock said."""
+    us = timing.us_median
+    kept = {name: value for name, value in row.extra.items() if name != "predicted"}
+    return dataclasses.replace(
+        row,
+        us_median=us,
+        us_p10=timing.us_p10,
+        us_p90=timing.us_p90,
+        n=timing.n,
+        tflops=float(row.extra["flops"]) / us / 1e6,
+        egress_GBps=float(row.extra["egress_bytes"]) / us / 1e3,
+        ok=ok,
+        extra=kept | dict(extra),
+    )
 
 
 def regret(plans: Sequence[Measured], chosen: Measured) -> float:

@@ -157,7 +157,7 @@ class Case:
             }
         return numbers | phases_us(trace)
 
-    def trace(self, name: str, warm_ups: int = 2) -> torch.Tensor:
+    def trace(self, name: str, warm_ups: int = 1) -> torch.Tensor:
         """Records of one call behind others, the ranks starting together; see `_tile_trace`."""
         words, workspace = self.words(name)
 
@@ -179,26 +179,28 @@ class Case:
             lease.release()
 
 
-NEAR = 1.06
-"""Plans within this factor of the fastest are measured on."""
+MOST_KEPT = 6
+"""So many of the fastest plans are measured on."""
+RARELY = 4
+"""The unfused pipeline, several times as long as the others, runs in every fourth round."""
 
 
 def time_plans(
-    calls: Mapping[str, Call], rounds: int, always: Collection[str]
+    calls: Mapping[str, Call], rounds: int, first: int, always: Collection[str]
 ) -> dict[str, list[float]]:
-    """Samples of many plans, us: `rounds` of all, then three times as many of the fast ones.
+    """Samples of many plans and of "serial", us: all in the `first` rounds, then the fastest.
 
     Every round runs in an order of its own: power limits act over tens of milliseconds, so that a
     plan is as fast as those before it allow. Plans in `always` stay whatever they take.
     """
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    chosen = list(calls)
-    for number in range(4 * rounds):
-        if number == rounds:
-            medians = {name: float(np.median(seen)) for name, seen in samples.items()}
-            most = NEAR * min(medians.values())
-            chosen = [name for name in calls if medians[name] <= most or name in always]
-        order = list(chosen)
+    chosen = [name for name in calls if name != "serial"]
+    for number in range(rounds):
+        if number == first > 0:
+            by_time = sorted(chosen, key=lambda name: float(np.median(samples[name])))
+            kept = {*by_time[:MOST_KEPT], *always}
+            chosen = [name for name in chosen if name in kept]
+        order = [*chosen, *(["serial"] if number % RARELY == 0 else [])]
         random.Random(number).shuffle(order)  # the same on every rank
         timings = time_arms({name: calls[name] for name in order}, pairs=1, warmup=0)
         for name, timing in timings.items():

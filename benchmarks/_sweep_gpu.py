@@ -1,9 +1,8 @@
 """Measures the sweep's configurations on GPUs, one process per rank; see sweep_84.py.
 
 Per configuration, in one process and in this order: all plans are compared with the unfused
-pipeline in fp32, and with each other bit for bit; all arms are timed interleaved, the unfused
-pipeline of torch and NCCL being one; the plans of the grid are timed, interleaved too, with fewer
-samples; the arms are traced once.
+pipeline in fp32, and with each other bit for bit; all plans, and the unfused pipeline of torch and
+NCCL, are timed in turns, the slower ones and the pipeline with fewer samples; two are traced once.
 """
 
 from __future__ import annotations
@@ -28,20 +27,32 @@ from _sweep_case import Case, Stages, distinct, time_plans
 
 from xstage_ext import SymmetricWorkspace, machine
 from xstage_ext.planner.megamoe import MegaMoePlan
-from xstage_ext.testing import Timing, time_arms
+from xstage_ext.testing import Timing
 from xstage_ext.workspace import region_bytes
+
+
+STRIDE = 37
+"""Configurations run in steps of this: what a time limit cuts off comes from all models alike."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What every rank of a run is told."""
+    """What every rank of a run is told.
+
+    Attributes
+    ----------
+    pairs : int
+        Samples per arm and fast plan.
+    first : int
+        Rounds in which every plan of the grid runs; 0: arms only.
+    """
 
     configs: list[Config]
     profile: machine.MachineProfile
     path: pathlib.Path
     resume: bool
     pairs: int
-    grid_pairs: int
+    first: int
     budget_s: float
 
 
@@ -76,7 +87,7 @@ def launch(job: Job) -> None:
 def task_of(config: Config, job: Job, predict: bool) -> Task:
     """Plans of a configuration, the same on every rank."""
     wanted = {arm: _sweep.plan_of(config, arm, job.profile) for arm in ARMS}
-    grid = _sweep.grid_plans(config, job.profile) if job.grid_pairs else {}
+    grid = _sweep.grid_plans(config, job.profile) if job.first else {}
     plans = distinct([*wanted.items(), *grid.items()])
     name_of = {plan: name for name, plan in plans.items()}
     rows = sweep_84.predicted_rows(config, job.profile) if predict else []
@@ -88,7 +99,7 @@ def tasks_of(job: Job, rank: int) -> list[Task]:
     done = sweep_84.by_config(_report.read(job.path)) if job.resume else {}
     missing = [
         c
-        for c in job.configs
+        for c in sorted(job.configs, key=lambda c: c.index * STRIDE % 84)
         if not sweep_84.is_complete(done.get(json.dumps(c.key), {}), measured=True)
     ]
     with concurrent.futures.ThreadPoolExecutor(min(12, os.cpu_count() or 1)) as threads:
@@ -130,73 +141,55 @@ def measure(
     """Check and time every plan of a configuration; all ranks call it."""
     with stages("tensors"):
         case = Case(task.config, task.plans, rank, workspace)
-    calls = {name: case.fused(name) for name in task.plans}
+    calls = {name: case.fused(name) for name in task.plans} | {"serial": case.serial}
     with stages("check"):
-        ok, error = case.check(calls | {"serial": case.serial})
-    with stages("arms"):
-        arms = {name: calls[name] for name in task.timed} | {"serial": case.serial}
-        times = time_arms(arms, pairs=job.pairs, warmup=1)
-    with stages("grid"):
-        grid = time_plans(calls, job.grid_pairs, task.timed) if job.grid_pairs else {}
+        ok, error = case.check(calls)
+    with stages("times"):
+        samples = time_plans(calls, job.pairs, job.first, task.timed)
     with stages("trace"):
-        traces = {name: case.spans(name) for name in task.timed} if _traces(workspace) else {}
+        names = dict.fromkeys(task.arms[arm] for arm in TRACED)
+        traces = {name: case.spans(name) for name in names} if _on_gpu(workspace) else {}
     workspace.check(synchronize=True)
     case.close()
     if rank != 0:
         return []
-    rows = []
+    times = {name: Timing.of(seen) for name, seen in samples.items()}
+    serial = next(row for row in task.predicted if row.arm == sweep_84.BASELINE)
+    serial = dataclasses.replace(
+        serial, arm="serial", extra={k: v for k, v in serial.extra.items() if k in sweep_84.FACTS}
+    )
+    rows = [_plans.measured(serial, times["serial"], ok["serial"], {})]
     for row in task.predicted:
         name = task.arms[row.arm]
-        extra = row.extra | {"measured_as": name, "relative_error": error} | traces.get(name, {})
-        rows.append(_measured(row, row.arm, times[name], ok[name], extra))
-    shared = {k: v for k, v in rows[0].extra.items() if k in sweep_84.FACTS}
-    rows.append(_measured(rows[0], "serial", times["serial"], ok["serial"], shared))
-    return rows + ([_grid_row(task, grid, ok)] if grid else [])
+        extra = {"measured_as": name, "relative_error": error} | traces.get(name, {})
+        rows.append(_plans.measured(row, times[name], ok[name], extra))
+    return [*rows, _plans_row(task, samples, ok)]
 
 
-def _traces(workspace: SymmetricWorkspace) -> bool:
+TRACED = ("wave/st", "planner")
+"""Arms whose tiles are traced: spans of remote stores, waits, clock."""
+
+
+def _on_gpu(workspace: SymmetricWorkspace) -> bool:
     return workspace.device.type == "cuda"
 
 
-def _measured(
-    like: _report.Row, arm: str, timing: Timing, ok: bool, extra: dict[str, object]
-) -> _report.Row:
-    us = timing.us_median
-    return dataclasses.replace(
-        like,
-        arm=arm,
-        us_median=us,
-        us_p10=timing.us_p10,
-        us_p90=timing.us_p90,
-        n=timing.n,
-        tflops=float(like.extra["flops"]) / us / 1e6,
-        egress_GBps=float(like.extra["egress_bytes"]) / us / 1e3,
-        ok=ok,
-        extra={name: value for name, value in extra.items() if name != "predicted"},
-    )
-
-
-def _grid_row(
-    task: Task,
-    samples: dict[str, list[float]],
-    ok: dict[str, bool],
-) -> _report.Row:
-    """One row for all plans of a configuration: what `fit_simulator.py` reads.
+def _plans_row(task: Task, samples: dict[str, list[float]], ok: dict[str, bool]) -> _report.Row:
+    """One row for all plans of a configuration; see `_plans.py`.
 
     `halves_us` are medians of every other sample: choose by one, judge by the other.
     """
-    plans = [
-        {
-            "name": name,
-            "plan": list(dataclasses.astuple(plan)),
-            "us": round(float(np.median(samples[name])), 2),
-            "halves_us": [round(float(np.median(samples[name][i::2])), 2) for i in (0, 1)],
-            "n": len(samples[name]),
-            "ok": ok[name],
-        }
-        for name, plan in task.plans.items()
-    ]
-    best = min((Timing.of(seen) for seen in samples.values()), key=lambda timing: timing.us_median)
+    plans = []
+    for name, plan in task.plans.items():
+        timing = Timing.of(samples[name])
+        halves = [float(np.median(samples[name][i::2])) for i in (0, 1)]
+        times = {"us": timing.us_median, "us_p10": timing.us_p10, "us_p90": timing.us_p90}
+        plans.append(
+            {"name": name, "plan": list(dataclasses.astuple(plan)), "ok": ok[name], "n": timing.n}
+            | {key: round(us, 2) for key, us in times.items()}
+            | {"halves_us": [round(us, 2) for us in halves]}
+        )
+    best = min((Timing.of(samples[name]) for name in task.plans), key=lambda t: t.us_median)
     return _report.Row(
         _plans.OP,
         "all",

@@ -64,21 +64,16 @@ def errors(points: Sequence[Point], predicted: FloatArray) -> FloatArray:
     return np.asarray(np.log(predicted / np.array([point.measured.us for point in points])))
 
 
-def loss(points: Sequence[Point], error: FloatArray) -> float:
-    """Mean absolute error of the arms' times, and of the plans of a configuration among each other.
+def within(points: Sequence[Point], error: FloatArray) -> FloatArray:
+    """Errors of the plans of a configuration among each other: less what they have in common."""
+    numbers = np.array([point.case.config.index for point in points])
+    common = {n: np.median(error[numbers == n]) for n in np.unique(numbers)}
+    return error - np.array([common[n] for n in numbers])
 
-    Plans run at the power limit, arms a little cooler: a factor common to the plans is forgiven.
-    """
-    arms = [
-        abs(wrong + np.log(point.measured.us / point.case.arms[point.measured.plan]))
-        for point, wrong in zip(points, error, strict=True)
-        if point.measured.plan in point.case.arms
-    ]
-    names = np.array([point.case.config.index for point in points])
-    within = np.concatenate(
-        [error[names == name] - np.median(error[names == name]) for name in np.unique(names)]
-    )
-    return float(np.mean(arms) + np.abs(within).mean())
+
+def loss(points: Sequence[Point], error: FloatArray) -> float:
+    """Mean absolute error, and as much again for plans of a configuration among each other."""
+    return float(np.abs(error).mean() + np.abs(within(points, error)).mean())
 
 
 def search(
@@ -108,29 +103,18 @@ def search(
 
 def summary(points: Sequence[Point], error: FloatArray) -> str:
     """Errors and what the best prediction of each configuration costs, fitted and held out."""
-    lines = ["shapes     arms: error    95%    bias  plans, relative: error    95%  regret  worst"]
+    lines = ["shapes      plans   error    95%    bias  among each other    95%  regret  worst"]
     for held_out in (False, True):
         chosen = np.array([point.case.config.held_out == held_out for point in points])
         if not chosen.any():
             continue
         mine = [point for point, c in zip(points, chosen, strict=True) if c]
-        wrong = error[chosen]
-        arms = np.array(
-            [
-                e + np.log(p.measured.us / p.case.arms[p.measured.plan])
-                for p, e in zip(mine, wrong, strict=True)
-                if p.measured.plan in p.case.arms
-            ]
-        )
-        names = np.array([point.case.config.index for point in mine])
-        within = np.abs(
-            np.concatenate([wrong[names == n] - np.median(wrong[names == n]) for n in set(names)])
-        )
-        cost = regrets(mine, wrong)
+        wrong, relative = np.abs(error[chosen]), np.abs(within(mine, error[chosen]))
+        cost = regrets(mine, error[chosen])
         lines.append(
-            f"{'held out' if held_out else 'fitted':10} {np.median(np.abs(arms)):11.1%}"
-            f"{np.percentile(np.abs(arms), 95):7.1%}{np.median(arms):+8.1%}"
-            f"{np.median(within):24.1%}{np.percentile(within, 95):7.1%}"
+            f"{'held out' if held_out else 'fitted':10}{len(mine):7}{np.median(wrong):8.1%}"
+            f"{np.percentile(wrong, 95):7.1%}{np.median(error[chosen]):+8.1%}"
+            f"{np.median(relative):18.1%}{np.percentile(relative, 95):7.1%}"
             f"{np.median(cost):8.1%}{max(cost):7.1%}"
         )
     return "\n".join(lines)

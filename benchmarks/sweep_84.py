@@ -294,6 +294,15 @@ def merge(name: str, folder: pathlib.Path) -> pathlib.Path:
     return path
 
 
+def relabel(path: pathlib.Path, profile: machine.MachineProfile) -> pathlib.Path:
+    """Rewrite a file of measurements with the planner and the simulator as they are now."""
+    import _label
+
+    lines = _label.relabel(list(_report.read(path)), profile)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
 def _real_layer() -> bool:
     import _layer
 
@@ -314,7 +323,11 @@ def _real_layer() -> bool:
 def main(
     quick: Annotated[bool, typer.Option(help="Every seventh configuration only.")] = False,
     part: Annotated[
-        str | None, typer.Option(help="i/n: the i-th of n parts. merge: report from all parts.")
+        str | None,
+        typer.Option(
+            help="i/n: the i-th of n parts. merge: report from all parts. label: report with the "
+            "planner and the simulator as they are now."
+        ),
     ] = None,
     resume: Annotated[bool, typer.Option(help="Keep what the result file has.")] = False,
     only: Annotated[
@@ -329,8 +342,9 @@ def main(
     ] = False,
     profile: Annotated[str | None, typer.Option(help="Profile name or JSON file.")] = None,
     pairs: Annotated[
-        tuple[int, int], typer.Option(help="Samples per arm, and per plan of the grid (0: none).")
-    ] = (20, 5),
+        tuple[int, int],
+        typer.Option(help="Samples per arm; rounds with every plan of the grid (0: none)."),
+    ] = (20, 3),
     budget_s: Annotated[float, typer.Option(help="Stop before a configuration after this.")] = 480,
 ) -> None:
     """Run the sweep; see the text at the top of this file."""
@@ -343,8 +357,9 @@ def main(
     name = "sweep_84_quick" if quick else "sweep_84"
     if not measure:
         name += "_predicted"
-    if part == "merge":
-        report(merge(name, folder), configs, f"{name}: planner over wave with plain stores")
+    if part in ("merge", "label"):
+        path = merge(name, folder) if part == "merge" else relabel(folder / "sweep_84.jsonl", used)
+        report(path, configs, f"{path.stem}: planner over wave with plain stores")
         return
     suffix = "" if part is None else f".part-{part.replace('/', '-of-')}"
     path = folder / f"{name}{suffix}.jsonl"

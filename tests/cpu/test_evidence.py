@@ -71,7 +71,8 @@ def test_regret_of_the_planners_choice(evidence, tmp_path):
     chosen = exhibits.choose.choose(config.problem, PROFILE).plan
     other = dataclasses.replace(chosen, x_ring_blocks=chosen.x_ring_blocks + 1)
     plans = [
-        {"name": name, "plan": dataclasses.astuple(plan), "us": us, "ok": True, "halves_us": halves}
+        {"name": name, "plan": dataclasses.astuple(plan), "us": us, "ok": True, "n": 20}
+        | {"halves_us": halves, "us_p10": us, "us_p90": us}
         for name, plan, us, halves in (
             ("ours", chosen, 102.0, (103.0, 101.0)),
             ("other", other, 100.0, (100.0, 100.0)),

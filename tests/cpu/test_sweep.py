@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import pathlib
@@ -131,7 +132,6 @@ def test_the_small_real_layer_agrees(benchmarks):
 
 def _measure_rank(rank, store, folder):
     """One rank of a sweep that is measured on the CPU (the clock means nothing there)."""
-    import dataclasses
     import sys
 
     import torch
@@ -150,7 +150,7 @@ def _measure_rank(rank, store, folder):
     config = dataclasses.replace(
         _sweep.load_configs()[4], tokens=96, hidden=128, intermediate=64, num_experts=8, topk=3
     )
-    job = _sweep_gpu.Job([config], PROFILE, pathlib.Path(folder), False, 3, 2, 1e9)
+    job = _sweep_gpu.Job([config], PROFILE, pathlib.Path(folder), False, 6, 2, 1e9)
     task = _sweep_gpu.task_of(config, job, predict=rank == 0)
     nbytes = region_bytes(plan.bytes() for plan in task.plans.values())
     with SymmetricWorkspace(nbytes=nbytes, device="cpu") as workspace:
@@ -168,15 +168,49 @@ def test_measuring_checks_and_times_every_arm(benchmarks, tmp_path):
     mp.spawn(_measure_rank, args=(str(tmp_path / "store"), str(tmp_path)), nprocs=2, join=True)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     *rows, grid = rows
-    assert [row["arm"] for row in rows] == [*benchmarks("_sweep").ARMS, "serial"]
+    assert [row["arm"] for row in rows] == ["serial", *benchmarks("_sweep").ARMS]
     assert grid["op"] == "megamoe_plans"
     assert len({tuple(plan["plan"]) for plan in grid["plans"]}) == len(grid["plans"]) > 3
+    times = {plan["name"]: plan for plan in grid["plans"]}
     for plan in grid["plans"]:
-        assert plan["ok"] and plan["n"] in (2, 8)
-        assert 0 < min(plan["halves_us"]) <= plan["us"] or plan["n"] == 8
+        assert plan["ok"] and plan["n"] in (2, 6)
+        assert 0 < plan["us_p10"] <= plan["us"] <= plan["us_p90"]
     for row in rows:
         assert row["ok"] is True
-        assert row["n"] == 3
         assert "predicted" not in row
         assert 0 < row["us_p10"] <= row["us_median"] <= row["us_p90"]
         assert ("predicted_us" in row) == (row["arm"] != "serial")
+        if row["arm"] == "serial":
+            assert row["n"] == 2
+        else:
+            assert row["n"] == 6
+            assert row["us_median"] == pytest.approx(times[row["measured_as"]]["us"], abs=0.01)
+
+
+def test_labels_follow_the_planner(benchmarks, monkeypatch):
+    sweep, label = benchmarks("_sweep"), benchmarks("_label")
+    config = sweep.load_configs()[3]
+    families = sweep.grid_plans(config, PROFILE)
+    plans = [
+        {"name": name, "plan": dataclasses.astuple(plan), "ok": True, "n": 20}
+        | {"us": us, "us_p10": us - 1, "us_p90": us + 1, "halves_us": [us, us]}
+        for us, (name, plan) in enumerate(families.items(), start=500)
+    ]
+    facts = {"shape": config.key, "gpu": "NVIDIA H200", "measured_as": "old", "world": 2}
+    lines = [
+        facts | {"op": "megamoe", "arm": "planner", "us_median": 1.0, "linear2_span_us": 5.0},
+        facts | {"op": "megamoe", "arm": "serial", "us_median": 9000.0},
+        facts | {"op": "megamoe_plans", "arm": "all", "plans": plans},
+    ]
+    wanted = "wave st 128"
+    ranked = dict.fromkeys([wanted, *families], 1.0)
+    ranked.pop("wave st 64 early")
+    monkeypatch.setattr(sweep.ranking, "relative_times", lambda problem, profile: ranked)
+    sweep.choose._cached.cache_clear()
+    planner, serial, rest = label.relabel(lines, PROFILE)
+    sweep.choose._cached.cache_clear()
+    assert (serial, rest) == (lines[1], lines[2])
+    assert planner["measured_as"] == wanted and planner["gpu"] == "NVIDIA H200"
+    us = next(plan["us"] for plan in plans if plan["name"] == wanted)
+    assert (planner["us_median"], planner["n"]) == (us, 20)
+    assert planner["predicted_us"] > 0 and "linear2_span_us" not in planner

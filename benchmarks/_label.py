@@ -1,0 +1,55 @@
+"""Gives the sweep's measured plans to its arms again, after the planner was fitted to them.
+
+What was measured stays as it is: every family of plans ran beside the arms, in the same rounds.
+Which of them an arm stands for, and what the simulator predicts, follow the package as it is now.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import _plans
+import _sweep
+import sweep_84
+
+from xstage_ext import machine
+
+Line = dict[str, Any]
+
+
+def relabel(lines: Sequence[Line], profile: machine.MachineProfile) -> list[Line]:
+    """The lines with those of arms replaced; others are kept."""
+    cases = {json.dumps(case.config.key): case for case in _plans.read(lines)}
+    arms = {
+        key: {row.arm: row for row in _measured_rows(case, profile)} for key, case in cases.items()
+    }
+    found = []
+    for line in lines:
+        row = arms.get(json.dumps(line["shape"]), {}).get(line["arm"])
+        if line["op"] != "megamoe" or row is None:
+            found.append(line)
+            continue
+        same = row.extra["measured_as"] == line["measured_as"]
+        # Traces belong to the plan that was traced.
+        kept = line if same else {k: v for k, v in line.items() if k in KEPT}
+        found.append(kept | row.as_dict())
+    return found
+
+
+KEPT = (
+    *("op", "arm", "shape", "world", "relative_error", "gpu", "driver", "torch", "clock_mhz"),
+    *("power_limit_w", "date", "commit", "command"),
+)  # fmt: skip
+
+
+def _measured_rows(case: _plans.Case, profile: machine.MachineProfile) -> list[Any]:
+    by_plan = {one.plan: one for one in case.plans}
+    rows = []
+    for row in sweep_84.predicted_rows(case.config, profile):
+        one = by_plan.get(_sweep.plan_of(case.config, row.arm, profile))
+        if one is not None:
+            extra = {"measured_as": one.name}
+            rows.append(_plans.measured(row, one.timing, True, extra))
+    return rows
