@@ -30,7 +30,6 @@ from xstage_ext.planner.megamoe import MegaMoePlan
 from xstage_ext.testing import Timing
 from xstage_ext.workspace import region_bytes
 
-
 STRIDE = 37
 """Configurations run in steps of this: what a time limit cuts off comes from all models alike."""
 
