@@ -39,6 +39,18 @@ def points_of(cases: Sequence[_plans.Case]) -> list[Point]:
     return [Point(case, plan) for case in cases for plan in case.plans if plan.plan.combine == 0]
 
 
+def subset(points: Sequence[Point], plans: int) -> list[Point]:
+    """As many plans of every configuration, drawn from all kinds."""
+    taken: dict[int, int] = {}
+    chosen = []
+    for number in np.random.default_rng(1).permutation(len(points)):
+        index = points[number].case.config.index
+        taken[index] = taken.get(index, 0) + 1
+        if taken[index] <= plans:
+            chosen.append(points[number])
+    return chosen
+
+
 def predicted_us(
     points: Sequence[Point], profile: machine.MachineProfile, assume: simulate.Assumptions
 ) -> FloatArray:
@@ -138,13 +150,14 @@ def main() -> None:
     parser.add_argument("--results", nargs="*", default=["sweep_84.jsonl"])
     parser.add_argument("--profile", default="h200x2")
     parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--plans", type=int, default=5, help="fit to so many per configuration")
     options = parser.parse_args()
     profile = machine.load(options.profile)
     lines = [line for file in options.results for line in _report.read(file)]
     points = points_of(_plans.read(lines))
     assume = simulate.Assumptions()
     if options.fit:
-        fitted = [point for point in points if not point.case.config.held_out]
+        fitted = subset([p for p in points if not p.case.config.held_out], options.plans)
 
         def cost(trial: simulate.Assumptions) -> float:
             return loss(fitted, errors(fitted, predicted_us(fitted, profile, trial)))

@@ -37,6 +37,8 @@ class Assumptions:
     epilogue1_us, epilogue2_us : float
         What a tile of 128 x 256 takes beside its main loop: accumulators to activations or to
         staged results, stores, flags. By the kernel's traces on H200; other tiles in proportion.
+    copies_us : float
+        What issuing the bulk copies of a Linear-2 tile, one per row, adds to its epilogue.
     sustained : float
         Share of the profile's matrix rate in a kernel that does nothing but multiply.
     power_exponent : float
@@ -73,21 +75,22 @@ class Assumptions:
     """
 
     setup_us: float = 12.0
-    exchange_us: float = 0.0
-    epilogue1_us: float = 4.4
-    epilogue2_us: float = 1.9
-    sustained: float = 0.96
-    power_exponent: float = 0.2
+    exchange_us: float = 15.0
+    epilogue1_us: float = 3.0
+    epilogue2_us: float = 2.0
+    copies_us: float = 2.0
+    sustained: float = 1.02
+    power_exponent: float = 0.32
     most_rate: float = 1.3
-    combine_share: float = 1.0
-    sharing_penalty: float = 0.17
+    combine_share: float = 0.75
+    sharing_penalty: float = 0.03
     prefetch_stages: int = 4
     block_k: int = 64
-    l2_reuse: float = 0.6
-    hbm_share: float = 0.85
-    hbm_sm_share: float = 1.5
-    pull_rate: float = 1.0
-    pull_share: float = 0.5
+    l2_reuse: float = 0.58
+    hbm_share: float = 0.89
+    hbm_sm_share: float = 2.6
+    pull_rate: float = 0.45
+    pull_share: float = 0.44
     visibility_us: float | None = None
     tickets: bool = True
     jitter: float = 0.03
@@ -295,7 +298,8 @@ def _machine(
         "linear1_us": linear1_us * slowdown,
         "linear2_us": linear2_us * slowdown,
         "epilogue1_us": assume.epilogue1_us * area,
-        "epilogue2_us": assume.epilogue2_us * area,
+        "epilogue2_us": (assume.epilogue2_us + (assume.copies_us if name == "bulk" else 0.0))
+        * area,
         "flag_us": profile.rates.flag_us,
         "setup_us": assume.setup_us + (assume.exchange_us if plan.world > 1 else 0.0),
         "hbm_GBps": hbm_GBps,
