@@ -16,6 +16,8 @@ from xstage_ext.model import BurstGap
 from xstage_ext.planner.megamoe import MegaMoePlan
 from xstage_ext.testing import make_routing
 
+LAW = simulate.Assumptions(power_exponent=0.0, copies_us=0.0)
+"""The law alone: a fixed clock, copies that cost the math warps nothing."""
 PROFILE = machine.load(pathlib.Path(__file__).parent / "data" / "h200x2_probe.json")
 
 
@@ -116,7 +118,7 @@ def test_linear2_starts_after_its_linear1_has_ended():
 def test_order_of_the_couplings(store):
     plan = plan_of(schedule=0, wave_blocks=64, store=store, hidden=2048)
     law, fence, free = (
-        run(plan, coupling=name).tiles_us for name in ("law", "completion", "unbounded")
+        run(plan, coupling=name, assume=LAW).tiles_us for name in ("law", "completion", "unbounded")
     )
     assert free <= law
     if store != 2:
@@ -186,9 +188,9 @@ def test_one_rank_alone_never_stalls():
 
 def test_interleaving_pays_when_waves_are_bound_by_the_drain():
     shape = {"hidden": 2048, "intermediate": 768, "max_tokens": 8192, "num_experts": 32}
-    wave = run(plan_of(schedule=0, store=0, **shape))
-    mixed = run(plan_of(schedule=1, store=0, **shape))
-    paced = run(plan_of(schedule=1, store=2, **shape))
+    wave = run(plan_of(schedule=0, store=0, **shape), assume=LAW)
+    mixed = run(plan_of(schedule=1, store=0, **shape), assume=LAW)
+    paced = run(plan_of(schedule=1, store=2, **shape), assume=LAW)
     assert wave.stall_us > 1.5 * mixed.stall_us
     assert wave.total_us > 1.03 * mixed.total_us
     assert paced.total_us <= 1.01 * mixed.total_us
