@@ -25,6 +25,7 @@
 #include "burst/burst.cuh"
 #include "burst/loop_params.h"
 #include "burst/shadow.cuh"
+#include "common/mbarrier.cuh"
 
 namespace xstage {
 
@@ -61,9 +62,6 @@ struct LoopShared {
 };
 static_assert(sizeof(LoopShared) <= 227 * 1024, "one block per SM");
 
-__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(barrier)) : "memory");
-}
 __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
   while (!mbarrier_try_wait(barrier, parity)) {
   }
@@ -96,7 +94,7 @@ __device__ __forceinline__ TilePath tile_path(LoopParams const& params) {
 // that loads run ahead into the next tile as those of a real kernel do.
 __device__ __forceinline__ void loop_load(LoopParams const& params, LoopShared& shared) {
   using T = LoopTraits;
-  mbarrier_expect(&shared.a_full, T::kM * T::kK * 2);
+  mbarrier_arrive_expect(&shared.a_full, T::kM * T::kK * 2);
   tensor_load_2d(shared.a, &params.a_map, 0, 0, &shared.a_full);
   int64_t const total = params.plan.tiles * params.plan.steps;
   // Blocks begin at different tiles of b, as the tiles of a real matrix product do.
@@ -105,7 +103,7 @@ __device__ __forceinline__ void loop_load(LoopParams const& params, LoopShared& 
     int const stage = step % T::kStages;
     uint32_t const phase = (step / T::kStages) & 1;
     mbarrier_wait(&shared.b_empty[stage], phase ^ 1);
-    mbarrier_expect(&shared.b_full[stage], T::kLoadBytes);
+    mbarrier_arrive_expect(&shared.b_full[stage], T::kLoadBytes);
     tensor_load_2d(shared.b + stage * T::kN * T::kK, &params.b_map, 0, b_tile * T::kN,
                    &shared.b_full[stage]);
     if (++b_tile == params.num_b_tiles) b_tile = 0;
@@ -255,7 +253,7 @@ __global__ void __launch_bounds__(LoopTraits::kThreads, 1)
     }
     mbarrier_init(&shared.staging_full, LoopTraits::kMathThreads);
     mbarrier_init(&shared.staging_empty, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fence_mbarrier_init_release_cluster();
     shared.go_on = begin_together(params.workspace, params.plan.join, gridDim.x, shared.origin);
     if (shared.go_on) {
       spin_until(shared.origin.go_clock +

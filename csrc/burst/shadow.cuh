@@ -10,6 +10,7 @@
 #pragma once
 
 #include "burst/burst.cuh"
+#include "common/mbarrier.cuh"
 
 namespace xstage {
 
@@ -27,28 +28,8 @@ struct ShadowShared {
   int64_t probe_end[2];
 };
 
-// mbarriers and loads into shared memory, in the forms that the probes need.
+// Loads into shared memory, in the forms that the probes need.
 
-__device__ __forceinline__ void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(barrier)), "r"(arrivals)
-               : "memory");
-}
-__device__ __forceinline__ void mbarrier_expect(uint64_t* barrier, uint32_t bytes) {
-  asm volatile(
-      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(barrier)),
-      "r"(bytes)
-      : "memory");
-}
-__device__ __forceinline__ bool mbarrier_try_wait(uint64_t* barrier, uint32_t parity) {
-  uint32_t done;
-  asm volatile(
-      "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, p;\n}"
-      : "=r"(done)
-      : "r"(smem_address(barrier)), "r"(parity)
-      : "memory");
-  return done != 0;
-}
 __device__ __forceinline__ void bulk_load(void* shared, void const* global, uint32_t bytes,
                                           uint64_t* barrier) {
   asm volatile(
@@ -88,7 +69,7 @@ __device__ __forceinline__ void probe_once(BurstParams const& params, ShadowShar
                  : "memory");
     *static_cast<uint32_t volatile*>(&shared.word) = old;
   } else {
-    mbarrier_expect(&shared.arrived, bytes);
+    mbarrier_arrive_expect(&shared.arrived, bytes);
     if (probe == Probe::kBulkLoad) {
       bulk_load(shared.landing, scratch, bytes, &shared.arrived);
     } else {
@@ -123,7 +104,7 @@ __global__ void __launch_bounds__(kShadowThreads)
   }
   if (threadIdx.x == 0) {
     mbarrier_init(&shared.arrived, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fence_mbarrier_init_release_cluster();
     shared.burst.go_on =
         begin_together(params.workspace, plan.join, gridDim.x, shared.burst.origin);
     shared.turn = shared.burst.origin.go_clock;
