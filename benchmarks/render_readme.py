@@ -50,7 +50,8 @@ def origin(lines: Sequence[Line]) -> str:
 
 def sweep() -> str:
     """Geometric means by model over the sweep: times and ratios of wave, interleaved, planner."""
-    measured = [line for line in _report.read("sweep_84.jsonl") if line["n"] > 0]
+    found = [line for line in _report.read("sweep_84.jsonl") if line["op"] == "megamoe"]
+    measured = [line for line in found if line["n"] > 0]
     lines = measured or list(_report.read("sweep_84_predicted.jsonl"))
     if not lines:
         return "No results yet: `python benchmarks/sweep_84.py`."
@@ -62,7 +63,7 @@ def sweep() -> str:
     rows = []
     everything: list[dict[str, Line]] = []
     for model, shapes in groups.items():
-        complete = [found for found in shapes.values() if set(arms) <= found.keys()]
+        complete = [by_arm for by_arm in shapes.values() if set(arms) <= by_arm.keys()]
         everything += complete
         if complete:
             rows.append([model, str(len(complete)), *_sweep_cells(complete, arms)])
@@ -70,38 +71,46 @@ def sweep() -> str:
         return "No complete configuration yet: `python benchmarks/sweep_84.py`."
     rows.append(["**all**", str(len(everything)), *_sweep_cells(everything, arms)])
     head = ["model", "n", *(f"{arm}, us" for arm in arms)]
-    head += ["wave/st over planner", "worst", "best", "ceiling reached"]
+    head += ["wave/st over interleaved/st", "wave/st over planner", "worst", "best"]
+    head.append("ceiling reached")
     text = "Geometric means over token counts, remote shares and routings.\n\n"
     return text + markdown(head, rows) + "\n\n" + origin(lines)
 
 
 def _sweep_cells(complete: Sequence[Mapping[str, Line]], arms: Sequence[str]) -> list[str]:
     times = [{arm: found[arm]["us_median"] for arm in arms} for found in complete]
+    published = [row["wave/st"] / row["interleaved/st"] for row in times]
     ratio = [row["wave/st"] / row["planner"] for row in times]
     reached = [f["planner"]["ceiling_us"] / f["planner"]["us_median"] for f in complete]
     cells = [f"{_sweep.geometric_mean(row[arm] for row in times):.0f}" for arm in arms]
+    cells.append(f"{_sweep.geometric_mean(published):.3f}x")
     cells.append(f"{_sweep.geometric_mean(ratio):.3f}x")
     cells += [f"{min(ratio):.2f}x", f"{max(ratio):.2f}x", f"{_sweep.geometric_mean(reached):.0%}"]
     return cells
 
 
 def by_arm(file: str, command: str) -> Callable[[], str]:
-    """A table with a row per shape and a column of medians per arm."""
+    """Per operator a table with a row per shape and a column of medians per arm."""
 
-    def table() -> str:
+    def tables() -> str:
         lines = [line for line in _report.read(file) if line["n"] > 0]
         if not lines:
             return f"No results yet: `{command}`."
-        arms = list(dict.fromkeys(line["arm"] for line in lines))
-        shapes: dict[str, dict[str, Line]] = {}
-        for line in lines:
-            text = " ".join(f"{name}={value}" for name, value in line["shape"].items())
-            shapes.setdefault(f"{line['op']} {text}", {})[line["arm"]] = line
-        rows = [[name, *(_cell(found.get(arm)) for arm in arms)] for name, found in shapes.items()]
-        head = ["shape", *(f"{arm}, us" for arm in arms)]
-        return markdown(head, rows) + "\n\n" + origin(lines)
+        operators = dict.fromkeys(line["op"] for line in lines)
+        return "\n\n".join(_table([x for x in lines if x["op"] == op]) for op in operators)
 
-    return table
+    return tables
+
+
+def _table(lines: Sequence[Line]) -> str:
+    arms = list(dict.fromkeys(line["arm"] for line in lines))
+    shapes: dict[str, dict[str, Line]] = {}
+    for line in lines:
+        text = " ".join(f"{name}={value}" for name, value in line["shape"].items())
+        shapes.setdefault(f"{line['op']} {text}", {})[line["arm"]] = line
+    rows = [[name, *(_cell(found.get(arm)) for arm in arms)] for name, found in shapes.items()]
+    head = ["shape", *(f"{arm}, us" for arm in arms)]
+    return markdown(head, rows) + "\n\n" + origin(lines)
 
 
 def _cell(line: Line | None) -> str:

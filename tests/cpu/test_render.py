@@ -54,7 +54,7 @@ def test_sweep_table(render, results):
     assert text.startswith("a\n<!-- results: sweep -->\n")
     assert text.endswith("<!-- /results -->\nb\n")
     assert "| m | 2 | 200 | 190 |" in text
-    assert "| 1.250x | 1.25x | 1.25x |" in text
+    assert "| 1.054x | 1.250x | 1.25x | 1.25x |" in text
     assert "2 x NVIDIA H200, driver 580; torch 2.11.0, 2026-11-29" in text
     assert render.render(text) == text
 
@@ -73,6 +73,9 @@ def test_tables_by_arm(render, results):
     text = render.TABLES["a2a"]()
     assert "| ulysses_a2a MB=4 | 12.3 | 99.0 |" in text
     assert "| ulysses_a2a MB=8 | 5.0 (WRONG) | - |" in text
+    lines.append(row | {"op": "other", "arm": "fused", "us_median": 7.0})
+    (results / "a2a.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
+    assert "| shape | fused, us |\n|---|---:|\n| other MB=4 | 7.0 |" in render.TABLES["a2a"]()
     assert "No results yet" in render.TABLES["attention"]()
 
 
