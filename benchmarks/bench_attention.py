@@ -38,6 +38,13 @@ from xstage_ext.testing import Timing, graph_of, max_over_ranks, time_arms
 from xstage_ext.workspace import SymmetricWorkspace, region_bytes
 
 Call = Callable[[], torch.Tensor]
+PREDICTED = {
+    "fa3": "attention",
+    "fused": "fused",
+    "fused coupled": "coupled",
+    "fa3 + a2a": "serial",
+}
+"""What the planner calls an arm."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,7 +251,7 @@ class Bench:
         extra: dict[str, float | str] = {}
         if sender_us is not None:
             extra["sender_us"] = round(sender_us, 2)
-        step = {"fa3": "attention", "fused": "fused", "fa3 + a2a": "serial"}.get(name)
+        step = PREDICTED.get(name)
         if step is not None and self.world > 1:
             extra["predicted_us"] = round(self.decision.predicted_us[step], 1)
         if name == "fused":

@@ -17,7 +17,7 @@ def test_predicts_without_ranks() -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith(("piggyback:", "serial:"))
-    assert sum("predicted" in text for text in lines) == 3
+    assert sum("predicted" in text for text in lines) == 4
 
 
 def test_command_line() -> None:

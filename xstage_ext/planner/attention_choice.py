@@ -138,7 +138,8 @@ class AttentionDecision:
     reason : str
         For people.
     predicted_us : dict
-        "attention", "fused" and "serial" (receiver-ready), in us; predictions from `profile`.
+        "attention", "fused", "serial" and "coupled" (every tile waits until it is visible: the
+        counterfactual), receiver-ready, in us; predictions from `profile`.
     profile, provenance : str
         Whose numbers, and whether they were measured.
     """
@@ -210,6 +211,7 @@ def decide(
     tail_us = drain_us if tiles.per_sm == 1 else 0.0
     fused_us = attention_us + (tiles.per_sm - 1) * stall_us + tail_us + signal_us
     serial_us = attention_us + rates.launch_us + drain_us + signal_us
+    coupled_us = attention_us + tiles.per_sm * _coupled_us(tiles, profile, remote) + signal_us
     action = "piggyback" if fused_us <= serial_us else "serial"
     reason = (
         f"{tiles.per_sm} tiles of {tiles.us:.0f} us per SM send {tiles.bytes} bytes each: "
@@ -217,6 +219,7 @@ def decide(
         f"against {serial_us - attention_us:.1f} us for an All-to-All of its own; {pacing}"
     )
     predicted = {"attention": attention_us, "fused": fused_us, "serial": serial_us}
+    predicted["coupled"] = coupled_us
     return AttentionDecision(action, plan, reason, predicted, profile.name, profile.provenance)
 
 
@@ -226,14 +229,28 @@ def _stall_us(
     """Time that one tile's stores take from the main loop, beyond their issue."""
     sms = profile.gpu.num_sms
     if slice_bytes == 0:
-        whole = model.BurstGap.of(
-            profile.mechanism("tma"), sms, tiles.bytes, remote_share=remote, both_directions=True
-        )
-        return float(whole.stall(tiles.us))
+        return float(_whole_tiles(tiles, profile, remote).stall(tiles.us))
     law, gap_us = model.paced(
         profile, "tma", sms, tiles.bytes, tiles.us, slice_bytes, remote_share=remote
     )
     return float(law.stall(gap_us)) * math.ceil(tiles.bytes / slice_bytes)
+
+
+def _coupled_us(tiles: _Tiles, profile: machine.MachineProfile, remote: float) -> float:
+    """Time that a tile takes from the main loop when its owner waits for visibility."""
+    if remote == 0.0:
+        return 0.0
+    return float(_whole_tiles(tiles, profile, remote).completion_coupled(tiles.us))
+
+
+def _whole_tiles(tiles: _Tiles, profile: machine.MachineProfile, remote: float) -> model.BurstGap:
+    return model.BurstGap.of(
+        profile.mechanism("tma"),
+        profile.gpu.num_sms,
+        tiles.bytes,
+        remote_share=remote,
+        both_directions=True,
+    )
 
 
 def _pacing(
