@@ -115,9 +115,8 @@ struct QueryTile {
 // so that ranks never store to the same peer at once; when all heads are done, the own blocks of
 // every (batch, head): the last stores are local and the link is quiet at the end.
 // kNatural: block fastest, then head, then batch. kLongestFirst: the last block of the sequence
-// first, for all (batch, head), so that causal tiles come in falling order of work. kPairs: for one
-// (batch, head) after the other the last block, the first, the last but one, the second ...: two
-// neighbours are equal work in a causal order, and few heads' keys are in use at a time.
+// first, for all (batch, head), so that causal tiles come in falling order of work; one section of
+// (batch, head) after the other, so that the keys and values of a section stay in the L2 cache.
 struct TileSchedule {
   Partition rows;
   int32_t blocks[kMaxRanks];  // of each shard
@@ -126,6 +125,7 @@ struct TileSchedule {
   int32_t rank;
   int32_t num_heads;    // that this rank computes
   int32_t num_groups;   // batch * num_heads
+  int32_t section;      // kLongestFirst: (batch, head) pairs that run together
   int32_t peer_blocks;  // of all shards but the own
   TileOrder order;
 
@@ -141,15 +141,11 @@ struct TileSchedule {
                 static_cast<int32_t>(index % all_blocks));
     }
     if (order == TileOrder::kLongestFirst) {
-      return at(static_cast<int32_t>(index % num_groups), 0,
-                all_blocks - 1 - static_cast<int32_t>(index / num_groups));
-    }
-    if (order == TileOrder::kPairs) {
-      int32_t const group = static_cast<int32_t>(index / all_blocks);
-      int32_t place = static_cast<int32_t>(index % all_blocks);
-      // The middle of an odd number of blocks is paired with that of the next group.
-      if (all_blocks % 2 == 1 && group % 2 == 1) place = all_blocks - 1 - place;
-      return at(group, 0, place % 2 == 0 ? all_blocks - 1 - place / 2 : place / 2);
+      int64_t const section_tiles = static_cast<int64_t>(section) * all_blocks;
+      int32_t const first = static_cast<int32_t>(index / section_tiles) * section;
+      int32_t const groups = min_of(section, num_groups - first);
+      int32_t const place = static_cast<int32_t>(index % section_tiles);
+      return at(first + place % groups, 0, all_blocks - 1 - place / groups);
     }
     if (index < peer_tiles) {
       int const next = rank + 1 == world ? 0 : rank + 1;
@@ -187,6 +183,7 @@ XS_HD TileSchedule make_schedule(AttentionLayout const& layout, int rank, int32_
   schedule.rank = rank;
   schedule.num_heads = layout.heads.count(rank);
   schedule.num_groups = batch * schedule.num_heads;
+  schedule.section = max_of(1, schedule.num_groups);
   schedule.order = order;
   for (int r = 0; r < layout.world; ++r) {
     schedule.blocks[r] = ceil_div(layout.rows.count(r), block_m);

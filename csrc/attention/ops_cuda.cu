@@ -106,15 +106,17 @@ CUtensorMap encode_output(char* base, OutputShape const& shape, HeadRange writte
                         slice_rows);
 }
 
-// Longest first balances best. It streams the keys of all heads at once, so where they exceed half
-// of the L2 cache pairs take over, unless so few pairs come on a block that some get one more.
-bool better_in_pairs(TileSchedule const& schedule, AttentionProblem const& problem,
-                     int64_t blocks) {
-  constexpr int64_t kKeptBytes = 30 << 20;
-  int64_t const key_groups = ceil_div<int64_t>(schedule.num_groups, problem.kv_group);
-  int64_t const pairs = ceil_div<int64_t>(schedule.size(), 2);
-  return 2 * key_groups * problem.num_keys * problem.head_dim * 2 > kKeptBytes &&
-         8 * ceil_div(pairs, blocks) * blocks <= 9 * pairs;
+// The schedule, with sections whose keys and values take half of the L2 cache.
+TileSchedule schedule_of(AttentionLayout const& layout, int rank, AttentionProblem const& problem,
+                         Instance const& instance, TileOrder order) {
+  TileSchedule schedule =
+      make_schedule(layout, rank, static_cast<int32_t>(problem.batch), instance.block_m, order);
+  constexpr int64_t kSectionBytes = 30 << 20;
+  int64_t const group_bytes = 2 * problem.num_keys * problem.head_dim * 2;
+  int64_t const groups = kSectionBytes / max_of<int64_t>(1, group_bytes) * problem.kv_group;
+  schedule.section =
+      static_cast<int32_t>(max_of<int64_t>(1, min_of<int64_t>(groups, schedule.num_groups)));
+  return schedule;
 }
 
 int num_blocks(AttentionPlan const& plan, TileSchedule const& schedule, Tensor const& q) {
@@ -122,17 +124,6 @@ int num_blocks(AttentionPlan const& plan, TileSchedule const& schedule, Tensor c
   int64_t const wanted = plan.num_sms == 0 ? sms : min_of(plan.num_sms, sms);
   // A rank without tiles still takes part in the end of the call.
   return static_cast<int>(max_of<int64_t>(1, min_of(wanted, schedule.size())));
-}
-
-TileSchedule schedule_of(AttentionLayout const& layout, int rank, AttentionProblem const& problem,
-                         Instance const& instance, AttentionPlan const& plan, Tensor const& q) {
-  TileSchedule schedule = make_schedule(layout, rank, static_cast<int32_t>(problem.batch),
-                                        instance.block_m, static_cast<TileOrder>(plan.tile_order));
-  if (schedule.order == TileOrder::kLongestFirst &&
-      better_in_pairs(schedule, problem, num_blocks(plan, schedule, q))) {
-    schedule.order = TileOrder::kPairs;
-  }
-  return schedule;
 }
 
 Tensor new_lse(AttentionProblem const& problem, Tensor const& like) {
@@ -166,7 +157,8 @@ std::tuple<Tensor, Tensor> attention(char const* op, Generation const& generatio
   AttentionLayout const layout = make_layout(plan);
   check_against_plan(op, problem, layout, 0);
   Instance const& instance = choose_instance(op, generation, problem, plan);
-  TileSchedule const schedule = schedule_of(layout, 0, problem, instance, plan, q);
+  TileSchedule const schedule =
+      schedule_of(layout, 0, problem, instance, static_cast<TileOrder>(plan.tile_order));
 
   OutputShape const shape{problem.batch, problem.num_query_rows, problem.num_heads,
                           problem.head_dim};
@@ -219,8 +211,8 @@ void launch_rank(A2aCall const& call, size_t i, AttentionOptions const& options,
   AttentionPlan const& plan = call.ring.plan;
   AttentionLayout const& layout = call.ring.layout;
   AttentionProblem const& problem = prepared.problem;
-  TileSchedule const schedule =
-      schedule_of(layout, rank.rank(), problem, *call.instance, plan, prepared.operands.q);
+  TileSchedule const schedule = schedule_of(layout, rank.rank(), problem, *call.instance,
+                                            static_cast<TileOrder>(plan.tile_order));
   AttentionParams params = make_params(prepared, *call.instance, plan, schedule, options, lse);
   for (int owner = 0; owner < layout.world; ++owner) {
     OutputShape const shape{problem.batch, layout.rows.count(owner), layout.heads.total(),

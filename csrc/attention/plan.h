@@ -12,7 +12,7 @@
 namespace xstage {
 
 enum class A2aDirection : int64_t { kToHeads = 0, kToSequence = 1 };
-enum class TileOrder : int64_t { kOwnLast = 0, kNatural = 1, kLongestFirst = 2, kPairs = 3 };
+enum class TileOrder : int64_t { kOwnLast = 0, kNatural = 1, kLongestFirst = 2 };
 enum class StorePath : int64_t { kTensor = 0, kBulk = 1, kVector = 2 };
 enum class Completion : int64_t { kEndOfCall = 0, kEveryTile = 1 };
 
@@ -27,9 +27,7 @@ enum class Completion : int64_t { kEndOfCall = 0, kEveryTile = 1 };
   X(block_m, 0, 1024, "query rows per tile")                                                    \
   X(block_n, 0, 1024, "keys per step of the main loop")                                         \
   X(num_sms, 0, 1024, "SMs that the kernel takes")                                              \
-  X(tile_order, 0, 3,                                                                           \
-    "0 peers' tiles first, own last; 1 as in memory; 2 longest first (causal: 3 where keys "    \
-    "exceed the L2 cache); 3 long and short in pairs")                                          \
+  X(tile_order, 0, 2, "0 peers' tiles first and own last, 1 as in memory, 2 longest first")     \
   X(store_path, 0, 2, "0 tensor (TMA) stores, 1 bulk copies, 2 16-byte stores from registers")  \
   X(slice_bytes, 0, 65536, "bytes of a finished tile per paced slice; 0 stores it at once")     \
   X(slice_steps, 0, 1024, "steps of the next main loop between two slices")                     \

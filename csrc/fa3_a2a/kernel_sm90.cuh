@@ -69,8 +69,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
-  TileWalk const walk(params.schedule, static_cast<int32_t>(blockIdx.x),
-                      static_cast<int32_t>(gridDim.x));
+  TileWalk const walk{params.schedule, static_cast<int32_t>(blockIdx.x),
+                      static_cast<int32_t>(gridDim.x),
+                      params.schedule.num_groups == 0 ? kNoTiles : 0};
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kLoadRegisters>();
     if (thread == 0) load_role<Traits>(params, smem, walk);

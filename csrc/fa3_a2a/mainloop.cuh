@@ -22,33 +22,25 @@ __device__ __forceinline__ int32_t tile_key_end(KeySpace const& keys, QueryTile 
 }
 
 // The tiles of one block: round-robin. Where tiles come in falling order of work, every second
-// round runs backwards, so that who got the longest gets the shortest next; pairs stay together.
+// round runs backwards, so that who got the longest gets the shortest next.
+// A first round that means none; the compiler keeps the main loop in registers only with a way out
+// of `next` that comes before any arithmetic.
+constexpr int32_t kNoTiles = INT32_MAX;
+
 struct TileWalk {
   TileSchedule const& schedule;
-  int64_t index;      // of the next tile
-  int32_t step;       // from it to the one after it
-  int32_t next_step;  // and from there on, in turns
-
-  __device__ __forceinline__ TileWalk(TileSchedule const& schedule, int32_t block,
-                                      int32_t num_blocks)
-      : schedule(schedule), index(block), step(num_blocks), next_step(num_blocks) {
-    if (schedule.order == TileOrder::kLongestFirst) {
-      step = 2 * (num_blocks - block) - 1;
-      next_step = 2 * block + 1;
-    } else if (schedule.order == TileOrder::kPairs) {
-      index = 2 * block;
-      step = 1;
-      next_step = 2 * num_blocks - 1;
-    }
-  }
+  int32_t block;
+  int32_t num_blocks;
+  int32_t round;  // of the next tile; kNoTiles: there is none
 
   __device__ __forceinline__ bool next(QueryTile& tile) {
+    if (round == kNoTiles) return false;
+    bool const backwards = schedule.order == TileOrder::kLongestFirst && round % 2 == 1;
+    int64_t const index =
+        static_cast<int64_t>(round) * num_blocks + (backwards ? num_blocks - 1 - block : block);
+    ++round;
     if (index >= schedule.size()) return false;
     tile = schedule.tile(index);
-    index += step;
-    int32_t const last_step = step;
-    step = next_step;
-    next_step = last_step;
     return true;
   }
 };

@@ -11,7 +11,7 @@ from ..errors import PlanError
 from . import wire
 
 MAX_RANKS = 8
-TILE_ORDERS = ("own_last", "natural", "longest_first", "pairs")
+TILE_ORDERS = ("own_last", "natural", "longest_first")
 STORE_PATHS = ("tensor", "bulk", "vector")
 COMPLETIONS = ("end_of_call", "every_tile")
 _ARRAYS = ("rows", "kv_rows", "heads")
