@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 -m pytest tests/dist
 
-Every rank runs the same tests. Not run on GPUs yet; tests/cpu/test_ulysses.py runs the same module.
+Every rank runs the same tests; tests/cpu/test_ulysses.py runs the same module.
 """
 
 from __future__ import annotations
