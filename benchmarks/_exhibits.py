@@ -337,7 +337,12 @@ def prediction(lines: Sequence[Line]) -> Exhibit:
     axes.set_ylabel("predicted / measured")
     axes.legend(fontsize=8)
     head = ["arm", "configurations", "median error", "95%", "bias"]
-    return Exhibit("", [(head, rows)], figure)
+    text = (
+        "The constants of the simulator that a machine profile does not hold "
+        "(`simulate.Assumptions`) were fitted to the fitted shapes of this sweep, by "
+        "`benchmarks/fit_simulator.py`; nothing of the held-out shapes was used."
+    )
+    return Exhibit(text, [(head, rows)], figure)
 
 
 def _errors(ratio: FloatArray) -> list[str]:

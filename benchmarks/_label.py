@@ -20,7 +20,9 @@ Line = dict[str, Any]
 
 
 def relabel(lines: Sequence[Line], profile: machine.MachineProfile) -> list[Line]:
-    """The lines with those of arms replaced; others are kept."""
+    """The lines with those of arms replaced, others kept, by configuration."""
+    number = {json.dumps(config.key): config.index for config in _sweep.load_configs()}
+    lines = sorted(lines, key=lambda line: number[json.dumps(line["shape"])])
     cases = {json.dumps(case.config.key): case for case in _plans.read(lines)}
     arms = {
         key: {row.arm: row for row in _measured_rows(case, profile)} for key, case in cases.items()
