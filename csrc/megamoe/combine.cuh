@@ -166,13 +166,14 @@ __device__ __forceinline__ void combine_early(MegaMoeParams const& params, CallS
   }
 }
 
-// The math warps of all blocks, when all ranks have stored all results: whole rows, or pieces of
-// rows where those are few, so that every SM has a part. Slots of the next unit are read ahead.
+// Math and pull warps of all blocks, when all ranks have stored all results: whole rows, or pieces
+// of rows where those are few, so that every SM has a part. Slots of the next unit are read ahead.
 __device__ __forceinline__ void combine_tokens(MegaMoeParams const& params, CallState const& call) {
   using Traits = MegaMoeTraits;
   constexpr int32_t kChunks = 2;
-  int32_t const stride = call.num_blocks * Traits::kMathWarps;
-  int32_t const warp = (threadIdx.x / 32 - 4) * call.num_blocks + call.block;
+  int32_t const stride = call.num_blocks * (Traits::kDispatchWarps + Traits::kMathWarps);
+  int32_t const warp =
+      (threadIdx.x / 32 - Traits::kFirstDispatchWarp) * call.num_blocks + call.block;
   if (params.plan.combine == kCombineEarly) {
     combine_turn(params, call, params.plan.experts_per_rank() - 1, warp, stride);
     return;

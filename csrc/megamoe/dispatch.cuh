@@ -1,17 +1,16 @@
-// Dispatch: count and list the rows for every expert, tell the owners, pull what others list for
-// us.
+// Dispatch: count and list the rows for every expert, tell the owners, copy x to where they pull it
+// from (pull.cuh).
 //
-// Roles: the prologue is run by all warps of every block, before the tiles; the pull by warps 2 and
-// 3 beside them; segments of x are copied by the math warps before their first tile. Shared memory: counts and positions per expert, in the memory of the stages.
+// Roles: the prologue is run by all warps of every block, before the tiles; segments of x are copied
+// by the math warps before their first tile. Shared memory: counts and positions per expert, in the
+// memory of the stages.
 // Global protocol (bank = epoch mod 2, all words are private to this rank unless said otherwise):
 //   kSendCounts    red, every block -> grid barrier kCountsAdded -> read by every block
 //   kSendCursors   atomics of every block
 //   kRoutes, kCounts, kTokens (read or written by peers) -> grid barrier kRoutesStored; its last
 //                  arrival stores kDispatchSignals of every owner (release.sys)
 //   kDispatchSignals[source] -> acquire.sys by every block
-//   kStaged[source][segment]  last block of a source, st.release.sys -> acquire.sys by the pull
-//   kArrived[b]    red.release.gpu per pulled row -> acquire by the loaders
-//   kLinear1Done   acquire by the pull: the x ring slot is free
+//   kSegmentsStaged -> its last arrival stores kStaged[source][segment] of every owner (release.sys)
 #pragma once
 
 #include "common/channel.cuh"
@@ -76,22 +75,22 @@ __device__ __forceinline__ void stage_tokens(MegaMoeParams const& params, int32_
   }
 }
 
-// The math warps, before their first tile: copy x in segments and tell the owners about each.
+// The math warps, before their first tile: copy x in segments and tell the owners about each. The
+// two warpgroups take segments in turn, so that one copies while the other waits for its stores.
 __device__ __forceinline__ void stage_segments(MegaMoeParams const& params, CallState const& call) {
-  constexpr int kMathThreads = MegaMoeTraits::kMathWarps * 32;
   MegaMoePlan const& plan = params.plan;
   int32_t const rank = static_cast<int32_t>(params.workspace.rank);
-  int const thread = threadIdx.x - 128;
+  int const group = threadIdx.x / 128 - 1;
+  int const thread = threadIdx.x % 128;
   int32_t const tokens = segment_tokens(plan);
   uint32_t* const copied =
       params.view(rank).counter(params.layout, call.bank, MegaMoeCounter::kSegmentsStaged);
-  for (int32_t s = 0; s < num_segments(plan); ++s) {
+  for (int32_t s = group; s < num_segments(plan); s += 2) {
     stage_tokens(params, min_of(s * tokens, call.num_tokens),
                  min_of((s + 1) * tokens, call.num_tokens),
-                 {call.block * kMathThreads + thread, call.num_blocks * kMathThreads});
-    named_barrier_sync(NamedBarrier::kMath, kMathThreads);
-    // Another warp each time, since it waits for the stores.
-    if (thread != s % MegaMoeTraits::kMathWarps * 32) continue;
+                 {call.block * 128 + thread, call.num_blocks * 128});
+    warpgroup_all(true);  // all have copied
+    if (thread != 0) continue;
     uint32_t const earlier = atom_add_acq_rel_gpu(copied + s, 1);
     if (earlier + 1 != static_cast<uint32_t>(call.num_blocks)) continue;
     fence_acq_rel_sys();
@@ -273,119 +272,6 @@ __device__ __forceinline__ bool dispatch_prologue(MegaMoeParams const& params,
   fence_proxy_async_shared();
   __syncthreads();
   return ok;
-}
-
-// One row, by one warp: 16 bytes per lane, eight loads in flight.
-__device__ __forceinline__ void copy_row(char const* from, char* to, int32_t bytes, int lane) {
-  constexpr int kUnroll = 8;
-  int32_t offset = lane * 16;
-  for (; offset + (kUnroll - 1) * 512 < bytes; offset += kUnroll * 512) {
-    uint4 values[kUnroll];
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      values[u] = __ldcg(reinterpret_cast<uint4 const*>(from + offset + u * 512));
-    }
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      *reinterpret_cast<uint4*>(to + offset + u * 512) = values[u];
-    }
-  }
-  for (; offset < bytes; offset += 512) {
-    *reinterpret_cast<uint4*>(to + offset) = __ldcg(reinterpret_cast<uint4 const*>(from + offset));
-  }
-}
-
-// Segments of the sources' tokens that a pull warp has seen in place. Lane s follows source s.
-struct StagedTokens {
-  uint32_t seen = 0;
-
-  // Waits for the segment of a token; whole warp, false when it gave up.
-  __device__ __forceinline__ bool wait(MegaMoeParams const& params, CallState const& call,
-                                       int32_t source, int32_t token) {
-    if (source == params.workspace.rank || num_segments(params.plan) == 1) return true;
-    int32_t const segment = token / segment_tokens(params.plan);
-    if (__shfl_sync(0xffffffffu, seen, source) >> segment & 1) return true;
-    uint64_t const* const word =
-        params.view(params.workspace.rank).staged(params.layout, source, segment);
-    WaitSite const site{Phase::kDispatchRows, source, call.epoch, call.epoch};
-    if (!wait_until(params.workspace, site, [&] { return ld_acquire_sys(word); })) return false;
-    if (static_cast<int32_t>(threadIdx.x % 32) == source) seen |= 1u << segment;
-    __syncwarp();
-    return true;
-  }
-};
-
-// Warps 2 and 3: row w, w + W, ... of all rows that this rank received, in block order.
-template <bool kTrace>
-__device__ __forceinline__ void pull_rows(MegaMoeParams const& params, CallState const& call,
-                                          MegaMoeShared const& shared) {
-  using Traits = MegaMoeTraits;
-  MegaMoePlan const& plan = params.plan;
-  MegaMoeLayout const& layout = params.layout;
-  int32_t const rank = static_cast<int32_t>(params.workspace.rank);
-  MegaMoeView const own = params.view(rank);
-  uint32_t* const arrived = own.counter(layout, call.bank, MegaMoeCounter::kArrived);
-  uint32_t const* const linear1_done = own.counter(layout, call.bank, MegaMoeCounter::kLinear1Done);
-  uint64_t const linear1_target = uint64_t{1} * plan.linear1_tiles() * Traits::kMathWarps;
-  int const lane = threadIdx.x % 32;
-  int32_t const per_rank = plan.experts_per_rank();
-  int32_t const row_bytes = 2 * plan.hidden;
-  Tracer<kTrace> tracer({params.trace, params.trace_records}, blockIdx.x, TraceTrack::kPull,
-                        threadIdx.x == 64);
-
-  // Lane s < world follows source s: its rows for the current expert and for all earlier ones.
-  uint32_t const* const counts =
-      lane < plan.world ? own.counts(plan, layout, call.bank, lane) : nullptr;
-  int32_t expert = 0;
-  uint32_t source_rows = counts ? __ldcg(counts) : 0;
-  uint32_t source_before = 0;
-  int32_t rows_before = 0;  // of earlier experts
-  int32_t blocks_before = 0;
-  int32_t const stride = call.num_blocks * Traits::kDispatchWarps;
-  StagedTokens staged;
-  int32_t const warp = threadIdx.x / 32 - Traits::kFirstDispatchWarp;
-  for (int32_t i = call.block * Traits::kDispatchWarps + warp;; i += stride) {
-    while (expert < per_rank && i >= rows_before + static_cast<int32_t>(shared.rows[expert])) {
-      rows_before += shared.rows[expert];
-      blocks_before += ceil_div<int32_t>(shared.rows[expert], Traits::kBlockM);
-      source_before += source_rows;
-      ++expert;
-      source_rows = counts && expert < per_rank ? __ldcg(counts + expert) : 0;
-    }
-    if (expert == per_rank) return;
-    uint64_t const start_ns = Tracer<kTrace>::now();
-    int32_t const row = i - rows_before;
-    int32_t const block = blocks_before + row / Traits::kBlockM;
-    RowSource const from = row_source(plan.world, (rank + 1) % plan.world, row, [&](int32_t s) {
-      return __shfl_sync(0xffffffffu, source_rows, s);
-    });
-    uint32_t const list_begin = __shfl_sync(0xffffffffu, source_before, from.source);
-    uint32_t const route =
-        __ldcg(own.routes(plan, layout, call.bank, from.source) + list_begin + from.index);
-    int32_t const token = static_cast<int32_t>(route) / plan.topk;
-    char const* const src =
-        from.source == rank
-            ? reinterpret_cast<char const*>(params.x + int64_t{1} * token * plan.hidden)
-            : params.view(from.source).token<char>(plan, layout, 0) +
-                  int64_t{1} * token * row_bytes;
-    if (block >= plan.x_ring_blocks) {
-      WaitSite const site{Phase::kDispatchRows, -1, call.epoch, linear1_target};
-      uint32_t const* const word = linear1_done + block - plan.x_ring_blocks;
-      if (!wait_until(params.workspace, site, [&]() -> uint64_t { return ld_acquire_gpu(word); })) {
-        return;
-      }
-    }
-    if (!staged.wait(params, call, from.source, token)) return;
-    int32_t const in_block = row % Traits::kBlockM;
-    char* const dst =
-        own.x_block<char>(plan, layout, 0) +
-        (int64_t{1} * (block % plan.x_ring_blocks) * Traits::kBlockM + in_block) * row_bytes;
-    copy_row(src, dst, row_bytes, lane);
-    if (lane == 0) own.origins(plan, layout, block)[in_block] = pack_origin(from.source, route);
-    __syncwarp();
-    if (lane == 0) red_add_release_gpu(arrived + block, 1);
-    tracer.add(TraceKind::kPull, int64_t{block} << 24 | in_block, start_ns, 0, 0, 0, 0);
-  }
 }
 
 }  // namespace xstage

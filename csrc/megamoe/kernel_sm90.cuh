@@ -1,8 +1,8 @@
 // MegaMoE for sm_90a, bf16: a whole mixture-of-experts layer in one persistent kernel per rank.
 //
-// Computes  y[t] = scale * sum_s weight[t, s] * W2[e] (SiLU(Wg[e] x[t]) * (Wu[e] x[t])), e = idx[t,
-// s]. Sends     routes and counts to the owners of the experts; rows of x are pulled by the owners;
-// rows
+// Computes  y[t] = scale * sum over s of weight[t, s] * W2[e] (SiLU(Wg[e] x[t]) * (Wu[e] x[t])),
+//           e = idx[t, s].
+// Sends     routes and counts to the owners of the experts; rows of x are pulled by the owners; rows
 //           of Linear-2 results are stored into the token owners' combine slots while the next
 //           tiles are computed (the X-Stage action: reshape; schedule.h decides what stands between
 //           bursts).
@@ -11,26 +11,33 @@
 //   prologue      all     168        dispatch.cuh: count, list, tell owners
 //   load          0       104        mainloop.cuh: one thread; TMA
 //   schedule      1       104        mainloop.cuh: one thread; tiles, waits for their operands
-//   pull          2, 3    104        dispatch.cuh: rows of x into the x ring
-//   math          4-11    200        mainloop.cuh, epilogue_l1.cuh, epilogue_l2.cuh, combine.cuh
+//   pull          2, 3    104        pull.cuh: rows of x into the x ring; combine.cuh at the end
+//   math          4-11    200        dispatch.cuh: segments of x; mainloop.cuh, epilogue_l1.cuh,
+//                                    epilogue_l2.cuh, combine.cuh
 //
 // Shared memory, bytes
 //   stages        4 x 49152  A 128 x 64, B 256 x 64, both swizzled; first used to count routes
 //   staging       8 x 4224   per math warp: 8 rows of 512 + 16
-//   tiles, rows   256 + 512  what the loader tells the math warps; rows per local expert
+//   tiles, rows   256 + 512  what the scheduler tells loader and math warps; rows per local expert
 //
 // Barriers
 //   full[4]       1 arrival + 49152 bytes      loader -> math warps
 //   empty[4]      16 arrivals (both CTAs)      math warps -> both loaders
-//   kMath         256 threads                  before the combine
-//   kTilesDone    288 threads (not the pull)   all stores of the block are complete
-//   kCombined     320 threads (math, pull)      nobody writes y any more
+//   tile_ready[8] 1 arrival                    scheduler -> loader: the next tile, operands there
+//   tile_taken[8] 1 arrival                    loader -> scheduler: prepare another
+//   ticket_full[8] 1 arrival + 4 bytes         scheduler of CTA 0 -> scheduler of CTA 1
+//   kMathGroup    128 threads                  votes of a math warpgroup, and its segments of x
+//   kTilesDone    288 threads (load, math)     all stores of the block are complete
+//   kRanksDone    320 threads (pull, math)     all ranks' results are here: combine
+//   kCombined     320 threads (pull, math)     nobody writes y any more
 //
 // Global protocol (layout.h has the regions and why two banks suffice): writer, order -> reader
-//   kArrived      pull, red.release.gpu after a proxy fence -> loader, acquire + proxy fence
-//   kLinear1Done  math warps, red.release.gpu after bulk_wait<0> -> loader (operands of Linear-2),
-//                 pull (x ring slot free)
-//   kLinear2Done  math warps, red.release.gpu -> loader (h ring slot free)
+//   kStaged       last block of a source, release.sys -> pull: a segment of its tokens is readable
+//   kTickets      scheduler of CTA 0, atomic: the next cluster tile of the sequence
+//   kArrived      pull, red.release.gpu -> scheduler, acquire + proxy fence
+//   kLinear1Done  math warps, red.release.gpu -> scheduler (operands of Linear-2), acquire + proxy
+//                 fence; pull (x ring slot free)
+//   kLinear2Done  math warps, red.relaxed.gpu, their reads being over -> scheduler (h ring slot)
 //   kExpertStored math warps, red.release.gpu after bulk_wait<0> -> one pull warp per expert, which
 //                 stores kExpertDone of every source (release.sys) -> pull warps of the sources
 //   from[rank]    last block of a rank, release.sys -> every block of every rank, then combine
@@ -43,6 +50,7 @@
 #include "epilogue_l1.cuh"
 #include "epilogue_l2.cuh"
 #include "mainloop.cuh"
+#include "pull.cuh"
 
 namespace xstage {
 
@@ -116,7 +124,7 @@ __device__ __forceinline__ void finish_tokens(MegaMoeParams const& params, CallS
     bool const ok = wait_for_ranks(params.workspace, call.epoch, Phase::kCombineArrival);
     if (thread == 0) shared.ok = ok;
   }
-  named_barrier_sync(NamedBarrier::kMath, kMathThreads);
+  named_barrier_sync(NamedBarrier::kRanksDone, kCombineThreads);
   tracer.add(TraceKind::kPrologue, 0, start_ns, 0, 0, tiles_ns - start_ns, 0);
   tracer.add(TraceKind::kTail, 0, tail_ns, 0, 0, 0, 0);
   uint64_t const combine_ns = Tracer<kTrace>::now();
@@ -183,6 +191,9 @@ __global__ void __cluster_dims__(MegaMoeTraits::kCluster, 1, 1)
     } else if (threadIdx.x >= 32 * Traits::kFirstDispatchWarp) {
       if (ok) pull_rows<kTrace>(params, call, shared);
       if (ok && params.plan.combine == kCombineEarly) combine_early(params, call, shared);
+      __syncwarp();
+      named_barrier_sync(NamedBarrier::kRanksDone, kCombineThreads);
+      if (shared.ok) combine_tokens(params, call);
       __syncwarp();
       named_barrier_arrive(NamedBarrier::kCombined, kCombineThreads);
     }

@@ -44,7 +44,7 @@ struct MegaMoeTraits {
 };
 
 // Named barriers; 0 is __syncthreads. kMathGroup: one per math warpgroup, 3 and 4.
-enum class NamedBarrier : int { kMath = 1, kTilesDone = 2, kMathGroup = 3, kCombined = 5 };
+enum class NamedBarrier : int { kTilesDone = 2, kMathGroup = 3, kCombined = 5, kRanksDone = 6 };
 
 // Grid barriers of a call, indices into MegaMoeCounter::kGridBarriers.
 enum GridBarrier : int { kCountsAdded = 0, kRoutesStored = 1 };

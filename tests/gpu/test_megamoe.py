@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 import shutil
 import subprocess
 import sys
@@ -60,17 +61,19 @@ class Tensors:
     w2: torch.Tensor
 
 
-def make(case: Case, *, skip: float = 0.1, idx_dtype: torch.dtype = torch.int32) -> Tensors:
+def make(
+    case: Case, *, skip: float = 0.1, idx_dtype: torch.dtype = torch.int32, device: str = DEVICE
+) -> Tensors:
     """Random tensors; a share `skip` of all choices is -1."""
     x, ids, weights = [], [], []
     for tokens in case.tokens:
-        x.append(torch.randn(tokens, case.hidden, device=DEVICE).bfloat16())
-        choice = torch.rand(tokens, case.experts, device=DEVICE).topk(case.topk, dim=1).indices
-        choice[torch.rand(tokens, case.topk, device=DEVICE) < skip] = -1
+        x.append(torch.randn(tokens, case.hidden, device=device).bfloat16())
+        choice = torch.rand(tokens, case.experts, device=device).topk(case.topk, dim=1).indices
+        choice[torch.rand(tokens, case.topk, device=device) < skip] = -1
         ids.append(choice.to(idx_dtype))
-        weights.append(torch.rand(tokens, case.topk, device=DEVICE))
-    w13 = torch.randn(case.experts, 2 * case.intermediate, case.hidden, device=DEVICE)
-    w2 = torch.randn(case.experts, case.hidden, case.intermediate, device=DEVICE)
+        weights.append(torch.rand(tokens, case.topk, device=device))
+    w13 = torch.randn(case.experts, 2 * case.intermediate, case.hidden, device=device)
+    w2 = torch.randn(case.experts, case.hidden, case.intermediate, device=device)
     w13, w2 = w13 * case.hidden**-0.5, w2 * case.intermediate**-0.5
     return Tensors(x, ids, weights, w13.bfloat16(), w2.bfloat16())
 
@@ -351,11 +354,11 @@ def test_sanitizer_finds_nothing(tool: str, level: int) -> None:
     sanitizer = shutil.which("compute-sanitizer")
     if level < 2 or sanitizer is None:
         pytest.skip("needs compute-sanitizer and a minute; XSTAGE_TEST_LEVEL=2 runs it")
-    command = [sanitizer, "--tool", tool, "--kernel-name", "regex:megamoe_sm90"]
-    command += ["--error-exitcode", "9", sys.executable, "-m", "tests.gpu.megamoe_small"]
+    command = [sanitizer, "--tool", tool, sys.executable, "-m", "tests.gpu.megamoe_small"]
     result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout[-3000:]
-    assert "megamoe_small: ok" in result.stdout
+    assert "megamoe_small: ok" in result.stdout, result.stdout[-3000:] + result.stderr[-1000:]
+    found = [line for line in result.stdout.splitlines() if "SUMMARY" in line]
+    assert found and all(re.search(r"\b0 errors", line) for line in found), result.stdout[-3000:]
 
 
 def test_plans_that_no_kernel_runs_are_refused_by_name() -> None:
