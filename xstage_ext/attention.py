@@ -16,6 +16,7 @@ for each other's slots.
 
 torch.compile. `prepare` and one eager call of each shape come first; then `fullgraph=True` works.
 Compiled calls do not look for faults; call `check()` where you synchronise anyway.
+Calls on several streams: order them alike on every rank (events), as communicators of NCCL.
 Has run on CPUs and on two H200; on more GPUs not yet.
 """
 

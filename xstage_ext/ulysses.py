@@ -26,7 +26,9 @@ def ulysses_a2a(
     Parameters
     ----------
     lease
-        A channel of at least `plan.a2a_region_bytes(...)` bytes; one stream at a time.
+        A channel of at least `plan.a2a_region_bytes(...)` bytes; one stream at a time. Kernels hold
+        SMs while they wait for peers: where calls of several channels overlap on several streams,
+        events must order them alike on every rank, as communicators of NCCL.
     plan
         The same on every rank. `direction` 0: sequence form to head form; the first
         `num_query` tensors have query rows and heads, the others key rows and heads. 1: head form

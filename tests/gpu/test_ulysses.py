@@ -1,4 +1,4 @@
-"""`UlyssesAttention` on one GPU: a world of one is local attention. Not run on a GPU yet."""
+"""`UlyssesAttention` on one GPU: a world of one is local attention."""
 
 from __future__ import annotations
 
