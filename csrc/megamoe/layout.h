@@ -2,11 +2,13 @@
 //
 // Protocol of call n (epoch n, bank n mod 2). "Source" is the rank that owns a token, "owner" the
 // rank that owns an expert.
-//   1. Source: stage x in kTokens; count the rows per expert; store counts and routes into every
-//      owner's kCounts and kRoutes (bank n mod 2); then the signal word of this epoch in the
-//      owner's kDispatchSignals (release.sys).
+//   1. Source: count the rows per expert; store counts and routes into every owner's kCounts and
+//      kRoutes (bank n mod 2); then the signal word of this epoch in the owner's kDispatchSignals
+//      (release.sys). Copy x to kTokens in segments; the epoch into every owner's kStaged for each
+//      (release.sys). A single segment is copied before the signal, and has no word of its own.
 //   2. Owner: wait for the dispatch signal of every source; the counts now fix the whole schedule.
-//      Pull rows in block order from kTokens of the sources into the x ring, note kOrigins.
+//      Pull rows in block order from kTokens of the sources, each when its segment is there, into
+//      the x ring; note kOrigins.
 //   3. Linear-1 reads the x ring, writes the h ring. Linear-2 reads the h ring and stores each row
 //      into kCombine[slot][token] of its source. Every element there has exactly one writer.
 //   4. Owner: all stores of an expert complete -> kExpertDone[expert] = epoch on every source; all
@@ -66,7 +68,7 @@ constexpr int32_t kRouteGroups = 16;
 // anything.
 #define XS_MEGAMOE_REGIONS(X)                                                                    \
   X(kDispatchSignals, int64_t{8} * kMaxRanks,                                                    \
-    "uint64 [source]: signal word; counts, routes and tokens of that source are in place")       \
+    "uint64 [source]: signal word; counts and routes of that source are in place")               \
   X(kStaged, int64_t{8} * kMaxRanks * kMaxSegments,                                              \
     "uint64 [source][segment]: epoch in which that segment of the source's tokens is in place")  \
   X(kExpertDone, int64_t{8} * plan.num_experts,                                                  \

@@ -55,3 +55,15 @@ def test_summary_counts_spans() -> None:
 def test_other_tensors_are_refused() -> None:
     with pytest.raises(ValueError, match=r"int64 \[CTAs, 4, records, 8\]"):
         MegaMoETrace.read(torch.zeros(2, 4, 3, 7, dtype=torch.int64))
+
+
+def test_breakdown_and_activity() -> None:
+    trace = MegaMoETrace.read(records())
+    lines = {line[:18].strip(): line[18:] for line in trace.breakdown().splitlines()}
+    assert "p50    10.0" in lines["first tile begins"] and "max    80.0" in lines["last tile done"]
+    first = next(line for line in trace.breakdown().splitlines() if line.startswith("linear-1"))
+    assert "1 tiles, 90.01 kcycles each (1800 MHz)" in first and "handing over 0.03" in first
+    begin, share = trace.activity(bin_us=10.0)
+    # One warpgroup of two works from 10 to 80 us; the other has an empty tile at 10 to 11 us.
+    assert begin[1] == 10.0 and 0.5 < share[1] < 0.56
+    assert share[2:7] == pytest.approx(0.5, abs=0.01) and share[0] == 0.0
