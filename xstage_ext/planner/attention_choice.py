@@ -15,7 +15,7 @@ import torch
 
 from .. import machine, model
 from ..errors import PlanError
-from .attention import AttentionPlan, even_split
+from .attention import AttentionPlan, even_split, row_pad_for
 
 HEAD_DIMS = (64, 128)
 """Head sizes that the CUDA kernels are compiled for."""
@@ -203,7 +203,7 @@ def decide(
     plan = problem.plan(**({"tile_order": 2 if problem.causal else 0} | slices | fields))
     rates, mechanism = profile.rates, profile.mechanism("tma")
     attention_us = rates.launch_us + tiles.per_sm * tiles.us
-    link = float(mechanism.R_GBps(profile.gpu.num_sms))
+    link = float(mechanism.R_GBps(profile.gpu.num_sms)) * _row_share(problem)
     drain_us = problem.egress_bytes / link / 1e3
     signal_us = mechanism.visibility_us + rates.flag_us if problem.world > 1 else 0.0
     stall_us = _stall_us(tiles, profile, remote, plan.slice_bytes)
@@ -221,6 +221,13 @@ def decide(
     predicted = {"attention": attention_us, "fused": fused_us, "serial": serial_us}
     predicted["coupled"] = coupled_us
     return AttentionDecision(action, plan, reason, predicted, profile.name, profile.provenance)
+
+
+def _row_share(problem: AttentionProblem) -> float:
+    """Share of the link's rate that parts of rows reach; see `row_pad_for`. Measured by a probe."""
+    if problem.world == 1 or row_pad_for(2 * problem.heads * problem.head_dim) == 0:
+        return 1.0
+    return 0.79 if problem.world == 2 else 0.66
 
 
 def _stall_us(
