@@ -179,7 +179,6 @@ __global__ void __cluster_dims__(MegaMoeTraits::kCluster, 1, 1)
                        static_cast<int32_t>(blockIdx.x) - virtual_rank * num_blocks, num_blocks};
   bool const ok = dispatch_prologue(params, call, shared);
   uint64_t const tiles_ns = Tracer<kTrace>::now();
-  if (ok) pull_first_rows(params, call, shared);
 
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Traits::kDataRegisters));
