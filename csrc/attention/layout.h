@@ -115,8 +115,8 @@ struct QueryTile {
 // so that ranks never store to the same peer at once; when all heads are done, the own blocks of
 // every (batch, head): the last stores are local and the link is quiet at the end.
 // kNatural: block fastest, then head, then batch. kLongestFirst: the last block of the sequence
-// first, for all (batch, head), so that causal tiles come in falling order of work; one section of
-// (batch, head) after the other, so that the keys and values of a section stay in the L2 cache.
+// first, for all (batch, head), so that causal tiles come in falling order of work. (In sections of
+// heads whose keys fit the L2 cache they do not fall, and cost 20%: docs/perf_log.md.)
 struct TileSchedule {
   Partition rows;
   int32_t blocks[kMaxRanks];  // of each shard
@@ -125,7 +125,7 @@ struct TileSchedule {
   int32_t rank;
   int32_t num_heads;    // that this rank computes
   int32_t num_groups;   // batch * num_heads
-  int32_t section;      // kLongestFirst: (batch, head) pairs that run together
+  int32_t section;      // kLongestFirst: (batch, head) pairs that run together; all
   int32_t peer_blocks;  // of all shards but the own
   TileOrder order;
 

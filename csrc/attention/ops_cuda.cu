@@ -106,19 +106,6 @@ CUtensorMap encode_output(char* base, OutputShape const& shape, HeadRange writte
                         slice_rows);
 }
 
-// The schedule, with sections whose keys and values take half of the L2 cache.
-TileSchedule schedule_of(AttentionLayout const& layout, int rank, AttentionProblem const& problem,
-                         Instance const& instance, TileOrder order) {
-  TileSchedule schedule =
-      make_schedule(layout, rank, static_cast<int32_t>(problem.batch), instance.block_m, order);
-  constexpr int64_t kSectionBytes = 30 << 20;
-  int64_t const group_bytes = 2 * problem.num_keys * problem.head_dim * 2;
-  int64_t const groups = kSectionBytes / max_of<int64_t>(1, group_bytes) * problem.kv_group;
-  schedule.section =
-      static_cast<int32_t>(max_of<int64_t>(1, min_of<int64_t>(groups, schedule.num_groups)));
-  return schedule;
-}
-
 int num_blocks(AttentionPlan const& plan, TileSchedule const& schedule, Tensor const& q) {
   int64_t const sms = multiprocessor_count(q.get_device_index());
   int64_t const wanted = plan.num_sms == 0 ? sms : min_of(plan.num_sms, sms);
@@ -158,7 +145,8 @@ std::tuple<Tensor, Tensor> attention(char const* op, Generation const& generatio
   check_against_plan(op, problem, layout, 0);
   Instance const& instance = choose_instance(op, generation, problem, plan);
   TileSchedule const schedule =
-      schedule_of(layout, 0, problem, instance, static_cast<TileOrder>(plan.tile_order));
+      make_schedule(layout, 0, static_cast<int32_t>(problem.batch), instance.block_m,
+                    static_cast<TileOrder>(plan.tile_order));
 
   OutputShape const shape{problem.batch, problem.num_query_rows, problem.num_heads,
                           problem.head_dim};
@@ -211,8 +199,9 @@ void launch_rank(A2aCall const& call, size_t i, AttentionOptions const& options,
   AttentionPlan const& plan = call.ring.plan;
   AttentionLayout const& layout = call.ring.layout;
   AttentionProblem const& problem = prepared.problem;
-  TileSchedule const schedule = schedule_of(layout, rank.rank(), problem, *call.instance,
-                                            static_cast<TileOrder>(plan.tile_order));
+  TileSchedule const schedule =
+      make_schedule(layout, rank.rank(), static_cast<int32_t>(problem.batch),
+                    call.instance->block_m, static_cast<TileOrder>(plan.tile_order));
   AttentionParams params = make_params(prepared, *call.instance, plan, schedule, options, lse);
   for (int owner = 0; owner < layout.world; ++owner) {
     OutputShape const shape{problem.batch, layout.rows.count(owner), layout.heads.total(),
