@@ -118,7 +118,7 @@ def drained_bytes(K: int, num_sms: int) -> list[int]:
     Volumes are half, five eighths and all of what all SMs send with 128 KiB each. Fewer than a
     quarter of the SMs do not fill the link, and their slope needs no more.
     """
-    if K < num_sms // 4:
+    if num_sms // 4 > K:
         return []
     most = num_sms * FIT_BYTES[-1] // K
     sizes = {most * part // 8 // (8 * KIB) * (8 * KIB) for part in (4, 5, 8)}

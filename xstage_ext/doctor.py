@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from rich.console import Console
 
