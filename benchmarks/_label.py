@@ -33,17 +33,15 @@ def relabel(lines: Sequence[Line], profile: machine.MachineProfile) -> list[Line
         if line["op"] != "megamoe" or row is None:
             found.append(line)
             continue
-        same = row.extra["measured_as"] == line["measured_as"]
-        # Traces belong to the plan that was traced.
-        kept = line if same else {k: v for k, v in line.items() if k in KEPT}
-        found.append(kept | row.as_dict())
+        found.append({name: value for name, value in line.items() if name in KEPT} | row.as_dict())
     return found
 
 
 KEPT = (
-    *("op", "arm", "shape", "world", "relative_error", "gpu", "driver", "torch", "clock_mhz"),
-    *("power_limit_w", "date", "commit", "command"),
+    *("relative_error", "gpu", "driver", "torch", "clock_mhz", "power_limit_w", "date", "commit"),
+    "command",
 )  # fmt: skip
+"""What a line keeps of the run, whatever plan it now stands for."""
 
 
 def _measured_rows(case: _plans.Case, profile: machine.MachineProfile) -> list[Any]:

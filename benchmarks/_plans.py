@@ -15,6 +15,8 @@ from xstage_ext.testing import Timing
 
 OP = "megamoe_plans"
 """Result lines of this kind hold every plan of a configuration."""
+TRACE_OP = "megamoe_trace"
+"""And these what the trace build says of one call by a plan."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -160,9 +160,10 @@ def measure(
     rows = [_plans.measured(serial, times["serial"], ok["serial"], {})]
     for row in task.predicted:
         name = task.arms[row.arm]
-        extra = {"measured_as": name, "relative_error": error} | traces.get(name, {})
+        extra = {"measured_as": name, "relative_error": error}
         rows.append(_plans.measured(row, times[name], ok[name], extra))
-    return [*rows, _plans_row(task, samples, ok)]
+    spans = [_trace_row(task, name, times[name], trace) for name, trace in traces.items()]
+    return [*rows, *spans, _plans_row(task, samples, ok)]
 
 
 TRACED = ("wave/st", "planner")
@@ -171,6 +172,14 @@ TRACED = ("wave/st", "planner")
 
 def _on_gpu(workspace: SymmetricWorkspace) -> bool:
     return workspace.device.type == "cuda"
+
+
+def _trace_row(task: Task, name: str, timing: Timing, trace: dict[str, float]) -> _report.Row:
+    """What the trace build said of one call by a plan, beside the plan's time."""
+    us = timing.us_median, timing.us_p10, timing.us_p90
+    extra = trace | {"plan": list(dataclasses.astuple(task.plans[name]))}
+    key, world = task.config.key, task.config.world
+    return _report.Row(_plans.TRACE_OP, name, key, world, *us, timing.n, extra=extra)
 
 
 def _plans_row(task: Task, samples: dict[str, list[float]], ok: dict[str, bool]) -> _report.Row:
@@ -205,7 +214,7 @@ def _plans_row(task: Task, samples: dict[str, list[float]], ok: dict[str, bool])
 
 def _line(rows: list[_report.Row]) -> str:
     """A configuration in one line: measured, and in brackets predicted, us."""
-    arms = [row for row in rows if row.op != _plans.OP]
+    arms = [row for row in rows if row.op == "megamoe"]
     cells = (
         f"{row.arm} {row.us_median:.0f}"
         + (f" ({row.extra['predicted_us']:.0f})" if "predicted_us" in row.extra else "")

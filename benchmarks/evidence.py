@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
+import _exhibit_tiles
 import _exhibits
 import _report
 import torch
@@ -75,7 +76,8 @@ def _traces(measure: bool, index: int) -> list[dict[str, Any]]:
 def spans(measure: Measure = False, index: Index = 23) -> None:
     """1. Remote-store span per Linear-2 tile in the kernel, a local control, the prediction."""
     lines = _traces(measure, index)
-    exhibit = _exhibits.spans(lines, machine.load("h200x2"))
+    sweep = [line for line in _report.read("sweep_84.jsonl") if line["op"] == "megamoe_trace"]
+    exhibit = _exhibit_tiles.spans(lines, sweep, machine.load("h200x2"))
     save("spans", "Time to hand over a Linear-2 tile", exhibit, lines)
 
 
@@ -83,7 +85,7 @@ def spans(measure: Measure = False, index: Index = 23) -> None:
 def timeline(measure: Measure = False, index: Index = 23) -> None:
     """2. Share of the math warpgroups that multiply, over time."""
     lines = _traces(measure, index)
-    exhibit = _exhibits.timeline(lines, machine.load("h200x2"))
+    exhibit = _exhibit_tiles.timeline(lines, machine.load("h200x2"))
     save("timeline", "Tensor Cores at work over time", exhibit, lines)
 
 

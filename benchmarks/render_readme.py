@@ -66,14 +66,21 @@ def sweep() -> str:
         complete = [by_arm for by_arm in shapes.values() if set(arms) <= by_arm.keys()]
         everything += complete
         if complete:
-            rows.append([model, str(len(complete)), *_sweep_cells(complete, arms)])
+            mark = " (held out)" if complete[0]["planner"].get("held_out") else ""
+            rows.append([model + mark, str(len(complete)), *_sweep_cells(complete, arms)])
     if not everything:
         return "No complete configuration yet: `python benchmarks/sweep_84.py`."
     rows.append(["**all**", str(len(everything)), *_sweep_cells(everything, arms)])
     head = ["model", "n", *(f"{arm}, us" for arm in arms)]
     head += ["wave/st over interleaved/st", "wave/st over planner", "worst", "best"]
     head.append("ceiling reached")
-    text = "Geometric means over token counts, remote shares and routings.\n\n"
+    text = "Geometric means over token counts, remote shares and routings."
+    if measured:
+        text += (
+            " The planner's ranking of plans was fitted to these measurements, without the models "
+            "that are marked. `serial` is the unfused pipeline of torch and NCCL."
+        )
+    text += "\n\n"
     return text + markdown(head, rows) + "\n\n" + origin(lines)
 
 

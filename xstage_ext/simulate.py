@@ -44,6 +44,8 @@ class Assumptions:
     power_exponent : float
         At the power limit the clock rises when tensor cores idle: the rate goes with their share
         of the time to the power of minus this. A third would be power = share x clock^3.
+    idle_us : float
+        Time between calls, which counts there as well: what a benchmark leaves between samples.
     most_rate : float
         The rate at the highest clock, as a multiple of the profile's matrix rate.
     combine_share : float
@@ -61,6 +63,10 @@ class Assumptions:
         Share of the profile's memory rate that operand streams of tiles reach.
     hbm_sm_share : float
         One SM reads at most this multiple of its even share of the memory rate.
+    half_share : float
+        Share of its main loop that a tile takes of whose rows at most half are there.
+    local_share : float
+        What pulling a row of this rank itself takes, over that of a peer's row.
     pull_rate : float
         Share of the profile's rate of pulls that the kernel's few pull warps reach.
     pull_share : float
@@ -74,23 +80,26 @@ class Assumptions:
         real machine keeps SMs exactly in step.
     """
 
-    setup_us: float = 12.0
-    exchange_us: float = 15.0
-    epilogue1_us: float = 3.0
-    epilogue2_us: float = 2.0
-    copies_us: float = 2.0
-    sustained: float = 1.02
-    power_exponent: float = 0.32
+    setup_us: float = 13.0
+    exchange_us: float = 14.0
+    epilogue1_us: float = 2.6
+    epilogue2_us: float = 2.1
+    copies_us: float = 1.85
+    sustained: float = 0.94
+    power_exponent: float = 0.36
+    idle_us: float = 1100.0
     most_rate: float = 1.3
-    combine_share: float = 0.75
-    sharing_penalty: float = 0.03
+    half_share: float = 0.6
+    local_share: float = 0.4
+    combine_share: float = 0.79
+    sharing_penalty: float = 0.026
     prefetch_stages: int = 4
     block_k: int = 64
-    l2_reuse: float = 0.58
-    hbm_share: float = 0.89
+    l2_reuse: float = 0.64
+    hbm_share: float = 0.87
     hbm_sm_share: float = 2.6
-    pull_rate: float = 0.45
-    pull_share: float = 0.44
+    pull_rate: float = 0.44
+    pull_share: float = 0.56
     visibility_us: float | None = None
     tickets: bool = True
     jitter: float = 0.03
@@ -241,7 +250,8 @@ def simulate_megamoe(
     rate = assume.sustained
     if assume.power_exponent > 0.0:
         summary, workers, *_ = run(rate, False)
-        busy = float(workers[:, WORKER_COLUMNS.index("math_us")].mean()) / float(summary[0, 0])
+        math_us = float(workers[:, WORKER_COLUMNS.index("math_us")].mean())
+        busy = math_us / (float(summary[0, 0]) + assume.idle_us)
         rate = min(assume.most_rate, rate * max(busy, 0.1) ** -assume.power_exponent)
     summary, workers, link, tiles = run(rate, trace)
     tiles_us, drained_us, pulled_us, store_bytes, pull_bytes, memory_bytes = summary[0].tolist()
@@ -307,6 +317,8 @@ def _machine(
         "reuse_bytes": profile.gpu.l2_bytes * assume.l2_reuse,
         "pull_GBps": assume.pull_rate * profile.rates.pull_GBps,
         "pull_share": assume.pull_share,
+        "half_share": assume.half_share,
+        "local_share": assume.local_share,
         "issue_us": float(mechanism.T0_us(k, tile_bytes)),
         "issue_slice_us": float(mechanism.T0_us(k, slice_bytes)),
         "capacity_bytes": float(mechanism.Q_bytes(k)) / k,

@@ -28,7 +28,9 @@ namespace xstage {
   X(hbm_GBps, "reads from device memory by all SMs")                                       \
   X(hbm_sm_GBps, "the same by one SM at most")                                             \
   X(reuse_bytes, "an operand is in L2 if fewer bytes entered L2 since its last use")       \
+  X(half_share, "share of a main loop that a tile with at most half of its rows takes")    \
   X(pull_GBps, "reads from peers by one rank at most")                                     \
+  X(local_share, "what pulling a row of this rank takes, over that of a peer's row")       \
   X(pull_share, "share of the egress that answers to pulls get while stores want it too")  \
   X(issue_us, "T0 of a whole tile")                                                        \
   X(issue_slice_us, "T0 of one slice")                                                     \
@@ -141,6 +143,14 @@ inline double tile_noise(Tile const& tile) {
   return static_cast<double>((x ^ (x >> 31)) >> 11) * 0x1p-52 - 1.0;
 }
 
+// A warpgroup without rows leaves the tensor cores to the other; the CTAs of a cluster keep step.
+inline double filling(MegaMoePlan const& plan, Tile const* tiles, double half_share) {
+  for (int32_t cta = 0; cta < plan.cluster_size; ++cta) {
+    if (tiles[cta].rows > plan.block_m / 2) return 1.0;
+  }
+  return half_share;
+}
+
 // Which operands L2 still holds, by distance of reuse: an operand is there when fewer than
 // `reuse_bytes` entered L2 since its last use.
 class OperandCache {
@@ -214,44 +224,60 @@ class LinkBins {
   std::vector<double> values_;
 };
 
-// Pulls the rows of other ranks in block order, as a fluid. Rows of this rank come along for free.
+// Pulls rows in block order, as a fluid. Rows of this rank cost the pull warps something too, but
+// no bytes on the link: a block counts as its remote rows and a share of the others.
 class TokenPull {
  public:
-  TokenPull(double row_bytes, std::vector<int32_t> const& remote_rows)
-      : row_bytes_(row_bytes), remote_rows_(remote_rows) {
-    if (!remote_rows_.empty()) target_ = row_bytes_ * remote_rows_[0];
+  TokenPull(MegaMoePlan const& plan, std::vector<int32_t> const& counts,
+            std::vector<int32_t> const& remote_rows, double local_share) {
+    double const row_bytes = 2.0 * plan.hidden;
+    double remote = 0.0, all = 0.0;
+    for (int32_t rows : counts) {
+      for (; rows > 0; rows -= plan.block_m) {
+        int32_t const mine = remote_rows[costs_.size()];
+        costs_.push_back(row_bytes * (mine + local_share * (min_of(rows, plan.block_m) - mine)));
+        remote += row_bytes * mine;
+        all += costs_.back();
+      }
+    }
+    on_link_ = all > 0.0 ? remote / all : 0.0;
+    if (!costs_.empty()) target_ = costs_[0];
   }
 
   bool active() const { return active_; }
   bool arrived(int32_t block) const { return block < next_; }
-  double bytes() const { return pulled_; }
-  void set_speed(double bytes_per_us) { speed_ = bytes_per_us; }
+  // Bytes that crossed the link, and their share of what is pulled.
+  double bytes() const { return pulled_ * on_link_; }
+  double on_link() const { return on_link_; }
+  void set_speed(double most, double link_left) {
+    speed_ = std::max(on_link_ > 0.0 ? std::min(most, link_left / on_link_) : most, 1e-9);
+  }
   double next_time(double now) const {
     return active_ ? now + std::max(0.0, target_ - pulled_) / speed_ : kForever;
   }
   double advance(double elapsed) {
     double const bytes = active_ ? speed_ * elapsed : 0.0;
     pulled_ += bytes;
-    return bytes;
+    return bytes * on_link_;
   }
   void reach_target() { pulled_ = target_; }
 
   // Blocks whose rows are all here, as far as the ring has room (blocks below `limit`).
   template <class OnArrival>
   void settle(int32_t limit, OnArrival on_arrival) {
-    int32_t const blocks = static_cast<int32_t>(remote_rows_.size());
+    int32_t const blocks = static_cast<int32_t>(costs_.size());
     limit = std::min(limit, blocks);
     while (next_ < limit && pulled_ >= target_ - 1e-6) {
       int32_t const block = next_++;
-      if (next_ < blocks) target_ += row_bytes_ * remote_rows_[next_];
+      if (next_ < blocks) target_ += costs_[next_];
       on_arrival(block);
     }
     active_ = next_ < limit;
   }
 
  private:
-  double const row_bytes_;
-  std::vector<int32_t> const& remote_rows_;  // [block]
+  std::vector<double> costs_;  // [block]
+  double on_link_ = 0.0;
   bool active_ = false;
   int32_t next_ = 0;     // first block that is not complete
   double target_ = 0.0;  // bytes pulled when it will be

@@ -32,7 +32,7 @@ class MegaMoeSimulation {
         bins_(machine.bin_us),
         link_(plan.num_clusters(), plan.cluster_size),
         memory_(plan.num_clusters(), plan.cluster_size),
-        pull_(2.0 * plan.hidden, remote_rows_) {
+        pull_(plan, counts_, remote_rows_, machine.local_share) {
     int32_t const blocks = static_cast<int32_t>(remote_rows_.size());
     linear1_left_.assign(blocks, plan.linear1_tiles());
     linear2_left_.assign(blocks, plan.linear2_tiles());
@@ -127,9 +127,10 @@ class MegaMoeSimulation {
     double stores = rates_[weight] * kBytesPerUs;
     double const pull_most = machine_.pull_GBps * kBytesPerUs;
     if (pull_.active()) {
-      double const left = std::max(full * (1.0 - machine_.pull_share), full - pull_most);
+      double const wanted = pull_most * pull_.on_link();
+      double const left = std::max(full * (1.0 - machine_.pull_share), full - wanted);
       stores = std::min(stores, left);
-      pull_.set_speed(std::max(std::min(pull_most, full - stores), 1e-9));
+      pull_.set_speed(pull_most, full - stores);
     }
     link_speed_ = weight ? stores / weight : 0.0;
     link_.set_speed(link_speed_);
@@ -230,6 +231,7 @@ class MegaMoeSimulation {
     bool const second = worker.tiles[0].phase == TilePhase::kLinear2;
     worker.times[kFlagWait] += now_ - worker.since;
     worker.main_us = (second ? machine_.linear2_us : machine_.linear1_us) *
+                     filling(plan_, worker.tiles, machine_.half_share) *
                      (1.0 + machine_.jitter * tile_noise(worker.tiles[0]));
     worker.times[kMath] += worker.main_us;
     worker.tile_begin = worker.since;

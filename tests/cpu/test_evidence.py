@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import pathlib
@@ -64,8 +65,6 @@ def test_prediction_refuses_without_measurements(evidence, tmp_path):
 
 
 def test_regret_of_the_planners_choice(evidence, tmp_path):
-    import dataclasses
-
     exhibits = evidence._exhibits
     config = exhibits._sweep.load_configs()[23]
     chosen = exhibits.choose.choose(config.problem, PROFILE).plan
@@ -138,24 +137,33 @@ def tile_lines(exhibits):
 
 
 def test_spans_and_timeline_show_predictions_beside_what_was_seen(evidence, tmp_path):
-    write(tmp_path / "tile_traces.jsonl", tile_lines(evidence._exhibits))
+    write(tmp_path / "tile_traces.jsonl", tile_lines(evidence._exhibit_tiles))
+    config = evidence._exhibits._sweep.load_configs()[21]
+    plan = evidence._exhibits._sweep.plan_of(config, "wave/st", PROFILE)
+    traced = FACTS | {"op": "megamoe_trace", "arm": "wave/st", "shape": config.key}
+    traced |= {"plan": dataclasses.astuple(plan), "linear2_span_us": 2.0}
+    write(tmp_path / "sweep_84.jsonl", [traced | {"linear2_span_p90_us": 9.0}])
     for name in ("spans", "timeline"):
         result = CliRunner().invoke(evidence.app, [name])
         assert result.exit_code == 0, result.output
     rows = (tmp_path / "evidence" / "spans.md").read_text().splitlines()
-    cells = [row.split(" | ") for row in rows if row.startswith(("| wave/st", "| local"))]
+    cells = [row.split(" | ") for row in rows if row.startswith(("| wave/st |", "| local"))]
     assert len(cells) == 2
     for _, median, _, p90, _, predicted, predicted_p90, _ in cells:
         assert (median, p90) == (predicted, predicted_p90)
     assert float(cells[0][1]) > float(cells[1][1])  # the link costs something
+    over = next(
+        row for row in rows if row.startswith("| wave/st, remote 0.875 | 1 | 2.00 | 9.00 |")
+    )
+    assert over.split(" | ")[-1].strip(" |") == cells[0][6]
     rows = (tmp_path / "evidence" / "timeline.md").read_text().splitlines()
     row = next(row for row in rows if row.startswith("| wave/st"))
     assert row.split(" | ")[1] == row.split(" | ")[-1].strip(" |")
 
 
 def test_longest_run(evidence):
-    assert evidence._exhibits.longest(np.array([True, True, False, True])) == 2
-    assert evidence._exhibits.longest(np.array([], dtype=bool)) == 0
+    assert evidence._exhibit_tiles.longest(np.array([True, True, False, True])) == 2
+    assert evidence._exhibit_tiles.longest(np.array([], dtype=bool)) == 0
 
 
 @pytest.fixture

@@ -198,7 +198,7 @@ def test_labels_follow_the_planner(benchmarks, monkeypatch):
     ]
     facts = {"shape": config.key, "gpu": "NVIDIA H200", "measured_as": "old", "world": 2}
     lines = [
-        facts | {"op": "megamoe", "arm": "planner", "us_median": 1.0, "linear2_span_us": 5.0},
+        facts | {"op": "megamoe", "arm": "planner", "us_median": 1.0, "held_out": 5.0},
         facts | {"op": "megamoe", "arm": "serial", "us_median": 9000.0},
         facts | {"op": "megamoe_plans", "arm": "all", "plans": plans},
     ]
@@ -213,4 +213,4 @@ def test_labels_follow_the_planner(benchmarks, monkeypatch):
     assert planner["measured_as"] == wanted and planner["gpu"] == "NVIDIA H200"
     us = next(plan["us"] for plan in plans if plan["name"] == wanted)
     assert (planner["us_median"], planner["n"]) == (us, 20)
-    assert planner["predicted_us"] > 0 and "linear2_span_us" not in planner
+    assert planner["predicted_us"] > 0 and planner["held_out"] is False
