@@ -115,7 +115,8 @@ struct QueryTile {
 // so that ranks never store to the same peer at once; when all heads are done, the own blocks of
 // every (batch, head): the last stores are local and the link is quiet at the end.
 // kNatural: block fastest, then head, then batch. kLongestFirst: the last block of the sequence
-// first, for all (batch, head), so that causal tiles come in falling order of work.
+// first, for all (batch, head), so that causal tiles come in falling order of work. (In sections of
+// heads whose keys fit the L2 cache they do not fall, and cost 20%: docs/perf_log.md.)
 struct TileSchedule {
   Partition rows;
   int32_t blocks[kMaxRanks];  // of each shard
@@ -124,6 +125,7 @@ struct TileSchedule {
   int32_t rank;
   int32_t num_heads;    // that this rank computes
   int32_t num_groups;   // batch * num_heads
+  int32_t section;      // kLongestFirst: (batch, head) pairs that run together; all
   int32_t peer_blocks;  // of all shards but the own
   TileOrder order;
 
@@ -139,8 +141,11 @@ struct TileSchedule {
                 static_cast<int32_t>(index % all_blocks));
     }
     if (order == TileOrder::kLongestFirst) {
-      int32_t const block = all_blocks - 1 - static_cast<int32_t>(index / num_groups);
-      return at(static_cast<int32_t>(index % num_groups), 0, block);
+      int64_t const section_tiles = static_cast<int64_t>(section) * all_blocks;
+      int32_t const first = static_cast<int32_t>(index / section_tiles) * section;
+      int32_t const groups = min_of(section, num_groups - first);
+      int32_t const place = static_cast<int32_t>(index % section_tiles);
+      return at(first + place % groups, 0, all_blocks - 1 - place / groups);
     }
     if (index < peer_tiles) {
       int const next = rank + 1 == world ? 0 : rank + 1;
@@ -178,6 +183,7 @@ XS_HD TileSchedule make_schedule(AttentionLayout const& layout, int rank, int32_
   schedule.rank = rank;
   schedule.num_heads = layout.heads.count(rank);
   schedule.num_groups = batch * schedule.num_heads;
+  schedule.section = max_of(1, schedule.num_groups);
   schedule.order = order;
   for (int r = 0; r < layout.world; ++r) {
     schedule.blocks[r] = ceil_div(layout.rows.count(r), block_m);

@@ -73,6 +73,7 @@ AttentionParams make_params(Prepared const& prepared, Instance const& instance,
                      : nullptr,
                  static_cast<int32_t>(problem.num_segments)};
   params.scale_log2 = problem.scale * 1.44269504f;
+  params.score_slack = kSlack / params.scale_log2;
   params.kv_group = static_cast<int32_t>(problem.kv_group);
   params.head_phase = static_cast<int32_t>(problem.head_phase);
   params.lse = problem.want_lse ? static_cast<float*>(lse.mutable_data_ptr()) : nullptr;

@@ -33,7 +33,6 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
-#include "epilogue_a2a.cuh"
 #include "mainloop.cuh"
 
 namespace xstage {
@@ -42,22 +41,8 @@ template <class Traits>
 __device__ __forceinline__ void math_role(AttentionParams const& params,
                                           Fa3SharedStorage<Traits>& smem, TileWalk walk, int group,
                                           int thread) {
-  MathRole<Traits> math(params, smem, group, thread);
   Epilogue<Traits> epilogue(params, smem, group, thread);
-  typename MathRole<Traits>::FragmentO out;  // ((2,2,D/8),1,1)
-  QueryTile tile;
-  while (walk.next(tile)) {
-    typename MathRole<Traits>::Softmax softmax(params.scale_log2);
-    float inverse[2] = {0.0f, 0.0f}, lse[2] = {-INFINITY, -INFINITY};
-    if (math.run(tile, out, softmax, [&] { epilogue.each_step(); })) {
-      softmax.finish(inverse, lse);
-    } else {
-      cute::clear(out);
-    }
-    epilogue.store(tile, out, inverse);
-    epilogue.store_lse(tile, lse);
-  }
-  math.close();
+  MathRole<Traits>(params, smem, group, thread).run(walk, epilogue);
   epilogue.finish();
   publish_block<Traits::kMathGroups * kWarpgroup, kDoneBarrier>(params.workspace,
                                                                 group * kWarpgroup + thread);

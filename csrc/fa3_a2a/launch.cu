@@ -38,7 +38,7 @@ Instance instance() {
 template <class Element>
 void add_instances(Generation& all) {
   all.push_back(instance<Element, 128, 128, 160, false>());
-  all.push_back(instance<Element, 128, 128, 128, true>());
+  all.push_back(instance<Element, 128, 128, 160, true>());
   all.push_back(instance<Element, 64, 192, 128, false>());
   all.push_back(instance<Element, 64, 192, 128, true>());
 }
