@@ -169,7 +169,7 @@ __global__ void __cluster_dims__(MegaMoeTraits::kCluster, 1, 1)
       mbarrier_init(&shared.tile_ready[q], 1);
       mbarrier_init(&shared.tile_taken[q], 1);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fence_mbarrier_init_release_cluster();
     shared.epoch = call_epoch(params.workspace);
   }
   cute::cluster_arrive();

@@ -3,6 +3,7 @@
 
 #include <cutlass/bfloat16.h>
 
+#include "common/mbarrier.cuh"
 #include "common/wait.cuh"
 #include "layout.h"
 #include "schedule.h"
@@ -10,19 +11,6 @@
 
 namespace xstage {
 
-__device__ __forceinline__ void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(barrier)), "r"(arrivals)
-               : "memory");
-}
-__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(barrier)) : "memory");
-}
-__device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
-  asm volatile(
-      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(barrier)),
-      "r"(bytes)
-      : "memory");
-}
 // Arrives at the same barrier of CTA `cta` of the cluster (this one included). What it announces
 // are reads that have completed, so it needs no order at cluster scope, which would cost a fence of
 // all memory per step (`.release.cluster` compiles to MEMBAR.ALL.GPU: 520 instead of 700 TFLOP/s).
@@ -49,33 +37,6 @@ __device__ __forceinline__ void store_async_cluster(int32_t* word, int32_t value
       "}" ::"r"(smem_address(word)),
       "r"(value), "r"(smem_address(barrier)), "r"(cta)
       : "memory");
-}
-__device__ __forceinline__ bool mbarrier_try_wait(uint64_t* barrier, uint32_t parity) {
-  uint32_t done;
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-      "selp.b32 %0, 1, 0, p;\n"
-      "}"
-      : "=r"(done)
-      : "r"(smem_address(barrier)), "r"(parity)
-      : "memory");
-  return done != 0;
-}
-// Never suspends the thread.
-__device__ __forceinline__ bool mbarrier_test_wait(uint64_t* barrier, uint32_t parity) {
-  uint32_t done;
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-      "selp.b32 %0, 1, 0, p;\n"
-      "}"
-      : "=r"(done)
-      : "r"(smem_address(barrier)), "r"(parity)
-      : "memory");
-  return done != 0;
 }
 // Needs no deadline of its own: who feeds the barrier waits for global memory under one (wait.cuh),
 // and gives up for the whole rank, both CTAs of the cluster included.
