@@ -1,6 +1,6 @@
 """The All-to-All and `UlyssesAttention` between GPUs.
 
-    torchrun --nproc-per-node 2 -m pytest tests/dist
+    torchrun --nproc-per-node 2 -m pytest tests/dist/test_ulysses.py
 
 Every rank runs the same tests; tests/cpu/test_ulysses.py runs the same module.
 """

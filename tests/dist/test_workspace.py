@@ -1,4 +1,4 @@
-"""The workspace between GPUs: `torchrun --nproc-per-node 2 -m pytest tests/dist`.
+"""The workspace between GPUs: `torchrun --nproc-per-node 2 -m pytest tests/dist/test_workspace.py`.
 
 Every rank runs the same tests. Fault tests start fresh processes from rank 0, since they kill them.
 """
