@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import _report
@@ -41,7 +42,9 @@ def _rank(rank: int, config: _sweep.Config, profile: machine.MachineProfile, cal
             trace = case.trace(name, calls)
             workspace.check(synchronize=True)
             if writer is not None:
-                writer.write(_row(config, name, decode(trace), phases_us(trace)))
+                row = _row(config, name, decode(trace), phases_us(trace))
+                row.extra["plan"] = list(dataclasses.astuple(plans[name]))
+                writer.write(row)
         case.close()
 
 

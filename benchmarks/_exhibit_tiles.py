@@ -15,18 +15,18 @@ from xstage_ext import machine, simulate
 from xstage_ext.planner.megamoe import MegaMoePlan
 
 
-def simulated(arm: str, index: int, profile: machine.MachineProfile) -> simulate.Simulation:
-    """A traced simulation of an arm of the sweep; "local control" keeps every row at home."""
-    config = _sweep.load_configs()[index]
+def simulated(line: Line, profile: machine.MachineProfile) -> simulate.Simulation:
+    """A traced simulation of a traced call; the "local control" kept every row at home."""
+    config = _sweep.load_configs()[line["index"]]
     load = _sweep.load_of(config, config.draw())
     counts = load.counts
-    if arm == "local control":
+    if line["arm"] == "local control":
         counts = np.zeros_like(counts)
         counts[load.rank] = load.counts.sum(axis=0)
-    plan = _sweep.plan_of(config, arm if arm in _sweep.ARMS else "wave/st", profile)
     return simulate.simulate_megamoe(
-        plan, counts, profile, rank=load.rank, trace=True, num_tokens=config.tokens
-    )
+        MegaMoePlan(*line["plan"]), counts, profile, rank=load.rank, trace=True,
+        assume=simulate.Assumptions(tickets=line.get("tickets", True)), num_tokens=config.tokens,
+    )  # fmt: skip
 
 
 def simulated_spans_us(result: simulate.Simulation) -> FloatArray:
@@ -37,7 +37,9 @@ def simulated_spans_us(result: simulate.Simulation) -> FloatArray:
     return np.asarray(span + simulate.Assumptions().epilogue2_us)
 
 
-def simulated_activity(result: simulate.Simulation, bin_us: float) -> FloatArray:
+def simulated_activity(
+    result: simulate.Simulation, bin_us: float, waits_count: bool = False
+) -> FloatArray:
     """Share of the clusters that multiply; what is longer than a main loop needs is waiting."""
     column = {name: i for i, name in enumerate(simulate.TILE_COLUMNS)}
     phase, begin, end = (
@@ -47,7 +49,7 @@ def simulated_activity(result: simulate.Simulation, bin_us: float) -> FloatArray
     for number in (1, 2):
         mine = phase == number
         length = np.maximum(end[mine] - begin[mine], 1e-9)
-        if mine.any():
+        if mine.any() and not waits_count:
             share[mine] = np.minimum(1.0, np.percentile(length, 5) / length)
     start = float(begin.min())
     return busy_share(begin - start, end - start, len(result.workers), bin_us, share)
@@ -58,7 +60,7 @@ def spans(lines: Sequence[Line], sweep: Sequence[Line], profile: machine.Machine
     figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
     rows: list[Sequence[str]] = []
     for place, line in enumerate(lines):
-        predicted = simulated_spans_us(simulated(line["arm"], line["index"], profile))
+        predicted = simulated_spans_us(simulated(line, profile))
         percent = line["percentiles_us"]
         box = {name: percent[q] for name, q in zip(BOX, (5, 25, 50, 75, 95), strict=True)}
         axes.bxp([box], positions=[place], widths=0.5, showfliers=False)
@@ -105,8 +107,12 @@ BOX = ("whislo", "q1", "med", "q3", "whishi")
 
 def _about(line: Line, profile: machine.MachineProfile) -> str:
     config = _sweep.load_configs()[line["index"]]
-    return (
-        f"{config.name}, rank 0 of {config.world}, one traced call per arm behind warm ones. "
+    text = f"{config.name}, rank 0 of {config.world}, one traced call per arm behind warm ones. "
+    if not line.get("tickets", True):
+        text += (
+            "Traced with the kernel that dealt its tiles, before tickets; not traced again since. "
+        )
+    return text + (
         f"Predictions: the simulator with profile {profile.name} ({profile.provenance})."
     )
 
@@ -120,7 +126,8 @@ def timeline(lines: Sequence[Line], profile: machine.MachineProfile) -> Exhibit:
     rows: list[Sequence[str]] = []
     for axes, line in zip(panels, lines, strict=True):
         seen, width = np.array(line["activity"]), line["bin_us"]
-        predicted = simulated_activity(simulated(line["arm"], line["index"], profile), width)
+        waits_count = line.get("waits_count", False)
+        predicted = simulated_activity(simulated(line, profile), width, waits_count)
         axes.fill_between(np.arange(len(seen)) * width, seen, step="post", alpha=0.6)
         axes.step(np.arange(len(predicted)) * width, predicted, where="post", color="tab:red")
         axes.set_ylabel(line["arm"])
@@ -131,7 +138,13 @@ def timeline(lines: Sequence[Line], profile: machine.MachineProfile) -> Exhibit:
     panels[-1].set_xlabel("us since the first tile; red: predicted")
     head = ["arm", "multiplying", f"time below {LOW:.0%}", "longest such interval us"]
     head += ["tiles us", "predicted multiplying"]
-    return Exhibit(_about(lines[0], profile), [(head, rows)], figure)
+    text = _about(lines[0], profile)
+    if lines[0].get("waits_count", False):
+        text += (
+            " In these traces a main loop that waits for operands counts as multiplying, which "
+            "flatters the asynchronous arms: their loads wait behind their own bursts."
+        )
+    return Exhibit(text, [(head, rows)], figure)
 
 
 LOW = 0.5

@@ -127,10 +127,13 @@ def tile_lines(exhibits):
     """Lines as the GPU writes them, from the simulator's own tiles."""
     lines = []
     for arm in ("wave/st", "interleaved/st", "local control"):
-        result = exhibits.simulated(arm, 21, PROFILE)
+        known = arm if arm in exhibits._sweep.ARMS else "wave/st"
+        plan = exhibits._sweep.plan_of(exhibits._sweep.load_configs()[21], known, PROFILE)
+        line = {"op": "megamoe_tiles", "arm": arm, "index": 21, "bin_us": 10.0}
+        line["plan"] = dataclasses.astuple(plan)
+        result = exhibits.simulated(line, PROFILE)
         spans = exhibits.simulated_spans_us(result)
         activity = exhibits.simulated_activity(result, 10.0)
-        line = {"op": "megamoe_tiles", "arm": arm, "index": 21, "bin_us": 10.0}
         line |= {"percentiles_us": np.percentile(spans, range(101)).tolist()}
         lines.append(FACTS | line | {"activity": activity.tolist(), "kernel_clock_mhz": 1980.0})
     return lines
