@@ -229,7 +229,7 @@ def prediction(lines: Sequence[Line]) -> Exhibit:
     text = (
         "The constants of the simulator that a machine profile does not hold "
         "(`simulate.Assumptions`) were fitted to the fitted shapes of this sweep, by "
-        "`benchmarks/fit_simulator.py`; held-out shapes were not fitted to. What the simulator knows "
+        "`benchmarks/fit_simulator.py`; held-out shapes were not. What the simulator knows "
         "of (half-empty tiles, local rows, pauses between calls) was chosen with the errors of all "
         "shapes in view."
     )
