@@ -1,12 +1,15 @@
 """Registers, spills and shared memory of every kernel, from what ptxas said while compiling.
 
 CMake runs nvcc through `ptxas_report.py --record nvcc ...`, which keeps ptxas's lines beside the
-object file. `ptxas_report.py BUILD_DIR` prints them as a table and fails on a spill.
+object file. `ptxas_report.py BUILD_DIR` prints them as a table and fails on a spill, or on more
+shared memory than a block may have. Dynamic shared memory comes from the programs that are built of
+tools/shared_sizes.cu.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 import re
 import shutil
@@ -17,6 +20,7 @@ ENTRY = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
 STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 USED = re.compile(r"Used (\d+) registers")
 SHARED = re.compile(r"(\d+) bytes smem")
+MOST_SHARED_BYTES = 227 * 1024  # of a block on compute capability 9.0
 
 
 @dataclasses.dataclass
@@ -30,6 +34,12 @@ class Kernel:
     stack_bytes: int = 0
     spill_bytes: int = 0
     static_shared_bytes: int = 0
+    dynamic_shared_bytes: int = 0
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of a block."""
+        return self.static_shared_bytes + self.dynamic_shared_bytes
 
 
 def record(command: list[str]) -> int:
@@ -76,8 +86,20 @@ def readable(names: list[str]) -> list[str]:
     ]
 
 
+def dynamic_sizes(build_dir: pathlib.Path) -> list[tuple[re.Pattern[str], int]]:
+    """(beginning of a kernel's name, bytes) as the programs shared_sizes_* of the build say."""
+    sizes = []
+    for program in sorted(build_dir.glob("shared_sizes_*")):
+        if program.is_file() and os.access(program, os.X_OK):
+            said = subprocess.run([program], capture_output=True, text=True, check=True).stdout
+            for name, size in (line.rsplit(" ", 1) for line in said.splitlines()):
+                pattern = re.escape(name).replace(re.escape("*"), "[^,]*")
+                sizes.append((re.compile(pattern + r"(?!\w)"), int(size)))
+    return sizes
+
+
 def main(build_dir: str) -> int:
-    """Prints the table; 1 on a spill, on another architecture, or when nothing was recorded."""
+    """Prints the table; 1 on a spill, too much memory, another architecture, or no record."""
     reports = sorted(pathlib.Path(build_dir).rglob("*.ptxas"))
     if not reports:
         print(f"no ptxas report below {build_dir}; build the _cuda_sm90 target first")
@@ -86,21 +108,27 @@ def main(build_dir: str) -> int:
     for path in reports:
         if path.with_suffix("").exists():  # else the source is gone
             kernels += parse(path.read_text(), path.name.removesuffix(".o.ptxas"))
-    print(f"{'registers':>9} {'stack':>6} {'spills':>6} {'static smem':>11}  kernel (source)")
     names = readable([kernel.name for kernel in kernels])
+    sizes = dynamic_sizes(pathlib.Path(build_dir))
+    for name, kernel in zip(names, kernels, strict=True):
+        kernel.dynamic_shared_bytes = next((size for at, size in sizes if at.match(name)), 0)
+    print(f"{'registers':>9} {'stack':>6} {'spills':>6} {'shared':>7}  kernel (source)")
     for name, kernel in sorted(zip(names, kernels, strict=True), key=lambda pair: pair[1].source):
         print(
             f"{kernel.registers:9} {kernel.stack_bytes:6} {kernel.spill_bytes:6} "
-            f"{kernel.static_shared_bytes:11}  {name[:110]} ({kernel.source})"
+            f"{kernel.shared_bytes:7}  {name[:110]} ({kernel.source})"
         )
     spilled = [n for n, k in zip(names, kernels, strict=True) if k.spill_bytes]
+    large = [n for n, k in zip(names, kernels, strict=True) if k.shared_bytes > MOST_SHARED_BYTES]
     wrong = sorted({k.arch for k in kernels} - {"sm_90a"})
     for name in spilled:
         print(f"FAIL: {name} spills registers")
+    for name in large:
+        print(f"FAIL: {name} takes more than {MOST_SHARED_BYTES} bytes of shared memory")
     for arch in wrong:
         print(f"FAIL: compiled for {arch}, expected sm_90a only")
     print(f"{len(kernels)} kernels, {len(spilled)} with spills")
-    return 1 if spilled or wrong else 0
+    return 1 if spilled or large or wrong else 0
 
 
 if __name__ == "__main__":

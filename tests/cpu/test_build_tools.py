@@ -111,6 +111,20 @@ def test_ptxas_report_fails_on_a_spill(
     assert words in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("size", "status"), [(232_448 - 128, 0), (232_448, 1)])
+def test_dynamic_shared_memory_counts(
+    size: int, status: int, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "k.cu.o").touch()
+    text = PTXAS.split("ptxas info    : Compiling entry function '_Z4slow")[0]
+    (tmp_path / "k.cu.o.ptxas").write_text(text)
+    program = tmp_path / "shared_sizes_ONE"
+    program.write_text(f"#!/bin/sh\necho 'fas 1'\necho 'fast {size}'\n")
+    program.chmod(0o755)
+    assert ptxas_report.main(str(tmp_path)) == status
+    assert f" {size + 128} " in capsys.readouterr().out
+
+
 def test_ptxas_report_fails_without_reports(tmp_path: pathlib.Path) -> None:
     assert ptxas_report.main(str(tmp_path)) == 1
 

@@ -1,4 +1,7 @@
-"""The burst operators between GPUs: `torchrun --nproc-per-node 2 -m pytest tests/dist/test_burst.py`."""
+"""The burst operators between GPUs.
+
+    torchrun --nproc-per-node 2 -m pytest tests/dist/test_burst.py
+"""
 
 from __future__ import annotations
 

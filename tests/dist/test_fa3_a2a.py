@@ -1,5 +1,8 @@
-"""Attention with the output All-to-All between GPUs: `torchrun --nproc-per-node 2 -m pytest
-tests/dist/test_fa3_a2a.py`. Every rank runs the same tests; results agree bit for bit with `fa3` and collectives.
+"""Attention with the output All-to-All between GPUs.
+
+    torchrun --nproc-per-node 2 -m pytest tests/dist/test_fa3_a2a.py
+
+Every rank runs the same tests; results agree bit for bit with `fa3` and collectives.
 """
 
 from __future__ import annotations
