@@ -12,6 +12,7 @@ namespace {
 constexpr int kSmallSms = 32;
 constexpr int kLargeSms = 128;
 constexpr int64_t kSmallBytes = 8 << 20;
+constexpr int64_t kVectorBytes = 1 << 20;  // below, 16-byte stores instead of bulk copies
 constexpr int64_t kSmallestChunk = 2048;
 
 enum class Mover { kBulk, kVector16, kVector2 };
@@ -107,10 +108,11 @@ bool lines_fit(A2aParams const& params) {
 }
 
 // The plan's default (kTensor) leaves the choice between bulk and 16-byte stores to the size.
-Mover choose_mover(A2aParams const& params, size_t num_ranks, StorePath path, bool small) {
+Mover choose_mover(A2aParams const& params, size_t num_ranks, StorePath path, int64_t sent) {
   if (!aligned(params, num_ranks)) return Mover::kVector2;
   if (path == StorePath::kVector || !lines_fit(params)) return Mover::kVector16;
-  return path == StorePath::kTensor && small ? Mover::kVector16 : Mover::kBulk;
+  bool const few = sent < kVectorBytes;
+  return path == StorePath::kTensor && few ? Mover::kVector16 : Mover::kBulk;
 }
 
 struct Kernel {
@@ -135,11 +137,12 @@ Kernel kernel_of(Mover mover) {
 void launch(Exchange const& exchange, cudaStream_t stream) {
   int64_t const ranks = static_cast<int64_t>(exchange.call.ranks.size());
   AttentionPlan const& plan = exchange.call.plan;
-  bool const small = sent_bytes(exchange) < kSmallBytes;
+  int64_t const sent = sent_bytes(exchange);
+  bool const small = sent < kSmallBytes;
   int64_t const sms = plan.num_sms != 0 ? plan.num_sms : small ? kSmallSms : kLargeSms;
   // The mover depends on alignment and size only: any number of blocks will do to find it.
   Kernel const kernel = kernel_of(choose_mover(make_params(exchange, 1), exchange.call.ranks.size(),
-                                               static_cast<StorePath>(plan.store_path), small));
+                                               static_cast<StorePath>(plan.store_path), sent));
   int64_t const blocks = max_of<int64_t>(1, sms * kernel.blocks_per_sm / ranks);
   A2aParams const params = make_params(exchange, blocks);
   XS_CUDA(cudaFuncSetAttribute(kernel.entry, cudaFuncAttributeMaxDynamicSharedMemorySize,
