@@ -1,6 +1,8 @@
 """The burst operators between GPUs.
 
     torchrun --nproc-per-node 2 -m pytest tests/dist/test_burst.py
+
+Every rank runs the same tests.
 """
 
 from __future__ import annotations
