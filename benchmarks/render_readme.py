@@ -109,14 +109,29 @@ def by_arm(file: str, command: str) -> Callable[[], str]:
     return tables
 
 
+SHAPES = {
+    "attention": "{name}: {rows:,} rows, {heads} x {head_dim}",
+    "attention_a2a": "{name}: {rows:,} rows, {heads} x {head_dim}",
+    "megamoe": "{tokens:,} x {hidden:,} x {intermediate:,}, {local_experts} experts, top {topk}",
+    "ulysses_a2a": "to {direction}, {rows:,} rows, {heads} x {D}",
+}
+"""How a shape reads in a table, by operator; tokens, experts and heads are those of one rank."""
+
+
+def _shape(line: Line) -> str:
+    pattern = SHAPES.get(line["op"])
+    if pattern is None:
+        return " ".join(f"{name}={value}" for name, value in line["shape"].items())
+    return pattern.format(**line["shape"])
+
+
 def _table(lines: Sequence[Line]) -> str:
     arms = list(dict.fromkeys(line["arm"] for line in lines))
     shapes: dict[str, dict[str, Line]] = {}
     for line in lines:
-        text = " ".join(f"{name}={value}" for name, value in line["shape"].items())
-        shapes.setdefault(f"{line['op']} {text}", {})[line["arm"]] = line
+        shapes.setdefault(_shape(line), {})[line["arm"]] = line
     rows = [[name, *(_cell(found.get(arm)) for arm in arms)] for name, found in shapes.items()]
-    head = ["shape", *(f"{arm}, us" for arm in arms)]
+    head = [lines[0]["op"], *(f"{arm}, us" for arm in arms)]
     return markdown(head, rows) + "\n\n" + origin(lines)
 
 

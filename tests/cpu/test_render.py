@@ -66,16 +66,18 @@ def test_predictions_are_marked(render, results):
 
 
 def test_tables_by_arm(render, results):
-    row = {"op": "ulysses_a2a", "shape": {"MB": 4}, "world": 2, "n": 20, "ok": True} | FACTS
+    shape = {"direction": "heads", "rows": 1024, "heads": 24, "D": 128}
+    row = {"op": "ulysses_a2a", "shape": shape, "world": 2, "n": 20, "ok": True} | FACTS
     lines = [row | {"arm": "bulk", "us_median": 12.34}, row | {"arm": "nccl", "us_median": 99.0}]
-    lines.append(row | {"shape": {"MB": 8}, "arm": "bulk", "us_median": 5.0, "ok": False})
+    other = row | {"shape": shape | {"rows": 2048}}
+    lines.append(other | {"arm": "bulk", "us_median": 5.0, "ok": False})
     (results / "a2a.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
     text = render.TABLES["a2a"]()
-    assert "| ulysses_a2a MB=4 | 12.3 | 99.0 |" in text
-    assert "| ulysses_a2a MB=8 | 5.0 (WRONG) | - |" in text
-    lines.append(row | {"op": "other", "arm": "fused", "us_median": 7.0})
+    assert "| to heads, 1,024 rows, 24 x 128 | 12.3 | 99.0 |" in text
+    assert "| to heads, 2,048 rows, 24 x 128 | 5.0 (WRONG) | - |" in text
+    lines.append(row | {"op": "other", "shape": {"MB": 4}, "arm": "fused", "us_median": 7.0})
     (results / "a2a.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
-    assert "| shape | fused, us |\n|---|---:|\n| other MB=4 | 7.0 |" in render.TABLES["a2a"]()
+    assert "| other | fused, us |\n|---|---:|\n| MB=4 | 7.0 |" in render.TABLES["a2a"]()
     assert "No results yet" in render.TABLES["attention"]()
 
 
