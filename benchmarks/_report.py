@@ -112,7 +112,10 @@ def commit() -> str | None:
 
 
 class ResultWriter:
-    """Appends rows to a JSON-lines file, each with the facts, flushed at once.
+    """Writes rows to a JSON-lines file, each with the facts, flushed at once.
+
+    The first row of an operator replaces what the file had of that operator: a run that fails
+    before it has measured anything leaves the file as it is.
 
     Parameters
     ----------
@@ -125,11 +128,16 @@ class ResultWriter:
     def __init__(self, path: str | pathlib.Path, append: bool = False) -> None:
         self.path = RESULTS / path
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if not append:
-            self.path.write_text("", encoding="utf-8")
+        self._append = append
+        self._replaced: set[str] = set()
 
     def write(self, row: Row) -> None:
         """Write one line."""
+        if not self._append and row.op not in self._replaced:
+            others = [line for line in read(self.path) if line["op"] != row.op]
+            text = "".join(json.dumps(line) + "\n" for line in others)
+            self.path.write_text(text, encoding="utf-8")
+        self._replaced.add(row.op)
         line = json.dumps(_rounded(row.as_dict() | facts()))
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")

@@ -23,6 +23,7 @@ from typing import Any
 import _report
 import _sweep
 
+FEWEST = 20  # samples that a median should have
 PLACE = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- /results -->)", re.DOTALL)
 Line = Mapping[str, Any]
 
@@ -80,6 +81,10 @@ def sweep() -> str:
             " The planner's ranking of plans was fitted to these measurements, without the models "
             "that are marked. `serial` is the unfused pipeline of torch and NCCL."
         )
+        few = sum(found[arm]["n"] < FEWEST for found in everything for arm in arms)
+        if few:
+            text += f" {few} of {len(everything) * len(arms)} times are medians of fewer than "
+            text += f"{FEWEST} samples."
     text += "\n\n"
     return text + markdown(head, rows) + "\n\n" + origin(lines)
 
@@ -149,6 +154,10 @@ TABLES: dict[str, Callable[[], str]] = {
         "attention.jsonl", "torchrun --nproc-per-node 2 benchmarks/bench_attention.py"
     ),
     "megamoe": by_arm("megamoe.jsonl", "torchrun --nproc-per-node 2 benchmarks/bench_megamoe.py"),
+    "rival": by_arm(
+        "megamoe_rival.jsonl",
+        "torchrun --nproc-per-node 2 benchmarks/bench_megamoe.py --out megamoe_rival.jsonl",
+    ),
 }
 
 

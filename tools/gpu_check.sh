@@ -69,7 +69,7 @@ if [ "$gpus" -ge "$ranks" ]; then
   step bench-burst 120 python3 benchmarks/bench_burst.py
   step bench-a2a 180 "${launch[@]}" benchmarks/bench_a2a.py
   step bench-alone 180 python3 benchmarks/bench_attention.py
-  step bench-attention 240 "${launch[@]}" benchmarks/bench_attention.py --out attention_a2a.jsonl
+  step bench-attention 240 "${launch[@]}" benchmarks/bench_attention.py
   step bench-megamoe 240 "${launch[@]}" benchmarks/bench_megamoe.py
   step calibrate 120 python3 -m xstage_ext.cli calibrate --out "$logs/profile.json"
   step validate 120 python3 -m xstage_ext.cli validate --profile "$logs/profile.json" \

@@ -212,11 +212,28 @@ def agree_on_path(
     return path, f"rank {last}: {reason}"
 
 
-def one_mask(mask: torch.Tensor, segments: torch.Tensor | None) -> torch.Tensor:
-    """Runs of a key mask, unless the runs were given too."""
+def one_mask(
+    mask: torch.Tensor, segments: torch.Tensor | None, size: tuple[int, int]
+) -> torch.Tensor:
+    """Runs of a key mask of `size` (batch, keys), unless the runs were given too."""
     if segments is not None:
         raise ValueError("xstage.UlyssesAttention: give key_segments or key_mask, not both")
+    if mask.dim() == 2 and tuple(mask.shape) != size:
+        raise ValueError(
+            f"xstage.UlyssesAttention: key_mask: expected bool {list(size)}, a flag per key of the "
+            f"whole sequence, got {list(mask.shape)}"
+        )
     return segments_from_mask(mask)
+
+
+def copied(result: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """The result in the caller's tensor."""
+    if out.shape != result.shape or out.dtype != result.dtype:
+        raise ValueError(
+            f"xstage.UlyssesAttention: out: expected {result.dtype} {list(result.shape)}, got "
+            f"{out.dtype} {list(out.shape)}"
+        )
+    return out.copy_(result)
 
 
 def text_rows(joint_rows: Sequence[int] | None, causal: bool) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from .planner.problem import MoEProblem
 from .support import describe, device_reason, why_not
 
 IMPLS = ("auto", "native", "fallback")
+INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 def new_weight(*shape: int, device: torch.device) -> torch.nn.Parameter:
@@ -99,3 +100,36 @@ def _(problem: MoEProblem, device: torch.device) -> str:
         f"{decision.bytes / 1e6:.0f} MB of workspace per rank: {decision.reason} "
         f"(profile {decision.profile}, {decision.provenance})"
     )
+
+
+def check_types(x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> None:
+    """Types that no path accepts."""
+    if x.dtype != torch.bfloat16:
+        raise TypeError(f"xstage.megamoe: x: expected torch.bfloat16, got {x.dtype}")
+    if topk_idx.dtype not in INDEX_DTYPES:
+        text = f"expected torch.int32 or torch.int64, got {topk_idx.dtype}"
+        raise TypeError(f"xstage.megamoe: topk_idx: {text}")
+    if not topk_weights.dtype.is_floating_point:
+        text = f"expected a floating-point dtype, got {topk_weights.dtype}"
+        raise TypeError(f"xstage.megamoe: topk_weights: {text}")
+    if torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
+        raise TypeError(
+            "xstage.megamoe: x or topk_weights requires grad, and there is no backward; call "
+            "under torch.no_grad() or pass .detach()"
+        )
+
+
+def check_shapes(
+    problem: MoEProblem, x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor
+) -> None:
+    """What the native operator checks itself, for the fallback."""
+    tokens = x.shape[0] if x.dim() else 0
+    wanted = {"topk_idx": [tokens, problem.topk], "topk_weights": [tokens, problem.topk]}
+    wanted["x"] = [tokens, problem.hidden]
+    for name, tensor in (("x", x), ("topk_idx", topk_idx), ("topk_weights", weights)):
+        if list(tensor.shape) != wanted[name]:
+            text = f"expected {wanted[name]}, got {list(tensor.shape)}"
+            raise RuntimeError(f"xstage.megamoe: {name}: {text}")
+    if tokens > problem.max_tokens:
+        text = f"expected at most {problem.max_tokens} (max_tokens), got {tokens}"
+        raise RuntimeError(f"xstage.megamoe: x: tokens: {text}")

@@ -34,6 +34,7 @@ from ._attention_setup import (
     agree_on_path,
     check_scale,
     check_tensors,
+    copied,
     first_path,
     joint_shares,
     kernel_reason,
@@ -323,8 +324,6 @@ class UlyssesAttention(torch.nn.Module):
         try:
             refuse_options(attn_mask, dropout_p)
             check_tensors((q, k, v), self._facts["head_dim"], self._facts["dtype"], self.device)
-            if key_mask is not None:
-                key_segments = one_mask(key_mask, key_segments)
             shares = self._shares((q.shape[1],) * self.world if rows is None else rows)
             if kv_rows is None:
                 kv_rows = shares if k.shape[1] == q.shape[1] else (k.shape[1],) * self.world
@@ -336,15 +335,16 @@ class UlyssesAttention(torch.nn.Module):
                 shares = joint_shares(shares, owned, self.rank, joint)
                 key_shares = joint_shares(key_shares, owned, self.rank, joint)
                 q, k, v = (torch.cat(pair, 1) for pair in zip(joint, (q, k, v), strict=True))
+            if key_mask is not None:
+                size = q.shape[0], sum(key_shares)
+                key_segments = one_mask(key_mask, key_segments, size)
         except (TypeError, ValueError, NotImplementedError) as error:
             raise self._refuse(error) from None
         meaning = Semantics(key_segments, self.scale, self.causal, return_lse)
         result, lse = self._attend((q, k, v), (shares, key_shares, q.shape[0]), meaning)
-        parts: tuple[torch.Tensor, ...] = (result,)
-        if joint is not None:
-            parts = (result[:, text:], result[:, :text])
+        parts = (result,) if joint is None else (result[:, text:], result[:, :text])
         if out is not None:
-            parts = (out.copy_(parts[0]), *parts[1:])
+            parts = (copied(parts[0], out), *parts[1:])
         if return_lse:
             parts = (*parts, lse)
         return parts[0] if len(parts) == 1 else parts

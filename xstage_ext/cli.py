@@ -116,6 +116,8 @@ def plan_attention(
         query_heads, kv_heads = counts[0], counts[-1]
     except ValueError:
         raise typer.BadParameter(f"heads: expected e.g. 40 or 40/8, got {heads}") from None
+    if sequence < 1:
+        raise typer.BadParameter(f"sequence: expected 1 or more, got {sequence}")
     problem = attention_choice.AttentionProblem(
         heads=query_heads,
         kv_heads=kv_heads,
@@ -128,6 +130,10 @@ def plan_attention(
     if as_json:
         _print_json(dataclasses.asdict(decision))
         return
+    if head_dim not in attention_choice.HEAD_DIMS:
+        sizes = " and ".join(map(str, attention_choice.HEAD_DIMS))
+        typer.echo(f"No kernel for head size {head_dim} (compiled: {sizes}): torch and NCCL run.")
+        typer.echo("With a kernel it would be:")
     typer.echo(f"{decision.action}: {decision.reason}.")
     times = ", ".join(f"{name} {us:.1f}" for name, us in decision.predicted_us.items())
     typer.echo(f"Predicted us, profile {decision.profile} ({decision.provenance}): {times}.")

@@ -11,6 +11,8 @@ from . import _megamoe_fakes as _megamoe_fakes
 from . import reference
 from ._megamoe_setup import (
     agree,
+    check_shapes,
+    check_types,
     counter_bytes,
     differing,
     given_fields,
@@ -24,8 +26,6 @@ from .planner.megamoe import MegaMoePlan
 from .planner.problem import MoEProblem
 from .support import resolve_device, why_not
 from .workspace import SymmetricWorkspace, region_bytes
-
-_INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 class MegaMoE(torch.nn.Module):
@@ -153,6 +153,7 @@ class MegaMoE(torch.nn.Module):
         self._lease: ChannelLease | None = None
         self._owned: list[ChannelLease | SymmetricWorkspace] = []
         self._words: tuple[list[int], list[int]] = [], []
+        self._closed = False
 
     # --- set-up -------------------------------------------------------------------------------
 
@@ -189,6 +190,7 @@ class MegaMoE(torch.nn.Module):
         """
         if self.impl is not None:
             raise WorkspaceError(f"xstage.MegaMoE: {self.name}: prepare: it is prepared already")
+        self._closed = False
         facts: dict[str, object] = {} if self.plan is None else dataclasses.asdict(self.plan)
         facts |= {"clamp": self.clamp, "routed_scaling_factor": self.routed_scaling_factor}
         self.fallback_reason = agree(self.group, self.problem.world, self._reason, facts)
@@ -240,6 +242,7 @@ class MegaMoE(torch.nn.Module):
         self._owned.clear()
         self._lease = None
         self.impl = None
+        self._closed = True
 
     # --- calls --------------------------------------------------------------------------------
 
@@ -260,7 +263,7 @@ class MegaMoE(torch.nn.Module):
             calls, from 0 to max_tokens.
         topk_idx : Tensor
             int32 or int64 [tokens, topk]: experts, or -1 for a slot that is skipped. Other ids
-            count as -1; `RoutingError` is raised by the next call or by `check`.
+            count as -1; natively the next call or `check` then raises `RoutingError`.
         topk_weights : Tensor
             Floating point [tokens, topk]; those of skipped slots may hold anything.
         num_tokens : int or Tensor, optional
@@ -286,7 +289,7 @@ class MegaMoE(torch.nn.Module):
         """
         if self.impl is None:
             self._prepare_late()
-        self._check_types(x, topk_idx, topk_weights)
+        check_types(x, topk_idx, topk_weights)
         weights = topk_weights.float()
         if self.impl == "fallback":
             return self._fallback(x, topk_idx, weights, num_tokens, out)
@@ -351,6 +354,7 @@ class MegaMoE(torch.nn.Module):
         num_tokens: int | torch.Tensor | None,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
+        check_shapes(self.problem, x, topk_idx, weights)
         if num_tokens is not None:
             padding = torch.arange(x.shape[0], device=x.device) >= num_tokens
             topk_idx = topk_idx.masked_fill(padding[:, None], -1)
@@ -369,7 +373,7 @@ class MegaMoE(torch.nn.Module):
         return y if out is None else out.copy_(y)
 
     def _prepare_late(self) -> None:
-        if self._lease is None and self.impl is None and self._words[0]:
+        if self._closed:
             raise WorkspaceError(f"xstage.MegaMoE: {self.name}: it is closed")
         late = "call prepare() on every rank before the first call is captured or compiled"
         if torch.compiler.is_compiling():
@@ -377,23 +381,6 @@ class MegaMoE(torch.nn.Module):
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise WorkspaceError(f"xstage.MegaMoE: {self.name}: {late}")
         self.prepare()
-
-    def _check_types(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor
-    ) -> None:
-        if x.dtype != torch.bfloat16:
-            raise TypeError(f"xstage.megamoe: x: expected torch.bfloat16, got {x.dtype}")
-        if topk_idx.dtype not in _INDEX_DTYPES:
-            text = f"expected torch.int32 or torch.int64, got {topk_idx.dtype}"
-            raise TypeError(f"xstage.megamoe: topk_idx: {text}")
-        if not topk_weights.dtype.is_floating_point:
-            text = f"expected a floating-point dtype, got {topk_weights.dtype}"
-            raise TypeError(f"xstage.megamoe: topk_weights: {text}")
-        if torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
-            raise TypeError(
-                "xstage.megamoe: x or topk_weights requires grad, and there is no backward; call "
-                "under torch.no_grad() or pass .detach()"
-            )
 
     def extra_repr(self) -> str:
         """What printing the module shows."""

@@ -49,6 +49,25 @@ def test_native_and_fallback_agree() -> None:
         assert outcome.facts["reason"] == "impl=fallback"
 
 
+def test_the_fallback_refuses_what_the_native_path_refuses() -> None:
+    shape = {"num_experts": 8, "topk": 2, "hidden": 128, "intermediate": 64, "max_tokens": 9}
+    layer = MegaMoE(**shape, impl="fallback")  # type: ignore[arg-type]
+    torch.nn.init.zeros_(layer.w13), torch.nn.init.zeros_(layer.w2)
+    x, ids, weights = torch.zeros(9, 128).bfloat16(), torch.zeros(9, 2).long(), torch.ones(9, 2)
+    for arguments, text in (
+        ((x[:, :64], ids, weights), r"x: expected \[9, 128\], got \[9, 64\]"),
+        ((x, ids[:8], weights), r"topk_idx: expected \[9, 2\], got \[8, 2\]"),
+        ((x, ids, torch.ones(9, 3)), r"topk_weights: expected \[9, 2\], got \[9, 3\]"),
+        ((x.repeat(2, 1), ids.repeat(2, 1), weights.repeat(2, 1)), r"at most 9 .* got 18"),
+    ):
+        with pytest.raises(RuntimeError, match=text):
+            layer(*arguments)
+    assert not layer(x, ids, weights).any()
+    layer.close()
+    with pytest.raises(WorkspaceError, match="it is closed"):
+        layer(x, ids, weights)
+
+
 def test_all_ranks_fall_back_together() -> None:
     for outcome in launch("moe.one_rank_falls_back", 2):
         assert outcome.code == 0, str(outcome)

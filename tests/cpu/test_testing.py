@@ -98,4 +98,11 @@ def test_result_lines_carry_the_facts(report, tmp_path):
     assert json.dumps(measured)
     report.ResultWriter(writer.path, append=True)
     assert len(list(report.read(writer.path))) == 2
+    again = report.ResultWriter(writer.path)  # a run that measures nothing loses nothing
+    assert len(list(report.read(writer.path))) == 2
+    again.write(report.Row("other", "arm", {}, 2, 5.0, 5.0, 5.0, 1))
+    assert [line["op"] for line in report.read(writer.path)] == ["op", "op", "other"]
+    again = report.ResultWriter(writer.path)
+    again.write(report.Row("op", "arm", {}, 2, 7.0, 7.0, 7.0, 1))
+    assert [line["us_median"] for line in report.read(writer.path)] == [5.0, 7.0]
     assert "predicted" in report.line(report.Row.predicted("op", "arm", {}, 2, 1.0))

@@ -247,6 +247,12 @@ def test_autocast_and_inference_mode() -> None:
         ({"rows": (66, 66)}, ValueError, "one length for each of 1 ranks"),
         ({"rows": 65}, ValueError, r"expected \[2, 65, 4, 64\]"),
         ({"key_mask": torch.zeros(2, 1, 66, 66)}, TypeError, r"expected bool \[B, Sk\]"),
+        ({"key_mask": torch.ones(2, 5, dtype=torch.bool)}, ValueError, r"got \[2, 5\]"),
+        (
+            {"out": torch.zeros(3, 2, 66, 4, 64)},
+            ValueError,
+            r"out: expected torch.bfloat16",
+        ),
     ],
 )
 def test_refused_by_name_and_the_next_call_works(change, kind, text) -> None:
