@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
 
+from tests.gpu import sanitizer
 from xstage_ext.planner.attention import STORE_PATHS, AttentionPlan, even_split, row_pad_for
 from xstage_ext.ulysses import ulysses_a2a_virtual
 from xstage_ext.workspace import SymmetricWorkspace, region_bytes
@@ -194,13 +191,6 @@ def test_side_stream_and_other_shapes_share_a_ring() -> None:
         workspace.check(synchronize=True)
 
 
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+@pytest.mark.parametrize("tool", sanitizer.TOOLS)
 def test_sanitizer_finds_nothing(tool: str, level: int) -> None:
-    sanitizer = shutil.which("compute-sanitizer")
-    if level < 2 or sanitizer is None:
-        pytest.skip("needs compute-sanitizer and half a minute; XSTAGE_TEST_LEVEL=2 runs it")
-    command = [sanitizer, "--tool", tool, sys.executable, "-m", "tests.gpu.a2a_small"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert "a2a_small: ok" in result.stdout, result.stdout[-3000:] + result.stderr[-1000:]
-    found = [line for line in result.stdout.splitlines() if "SUMMARY" in line]
-    assert found and all(re.search(r"\b0 errors", line) for line in found), result.stdout[-3000:]
+    sanitizer.expect_nothing_found(tool, "a2a_small", level)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
 
+from tests.gpu import sanitizer
 from xstage_ext.planner.attention import TILE_ORDERS, AttentionPlan
 from xstage_ext.reference_attention import attention
 
@@ -236,13 +233,6 @@ def test_more_than_two_to_the_31_elements(level: int) -> None:
     assert float((out[:, tail].float() - wanted).norm() / wanted.norm()) < 4e-3
 
 
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+@pytest.mark.parametrize("tool", sanitizer.TOOLS)
 def test_sanitizer_finds_nothing(tool: str, level: int) -> None:
-    sanitizer = shutil.which("compute-sanitizer")
-    if level < 2 or sanitizer is None:
-        pytest.skip("needs compute-sanitizer and half a minute; XSTAGE_TEST_LEVEL=2 runs it")
-    command = [sanitizer, "--tool", tool, sys.executable, "-m", "tests.gpu.fa3_small"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert "fa3_small: ok" in result.stdout, result.stdout[-3000:] + result.stderr[-1000:]
-    found = [line for line in result.stdout.splitlines() if "SUMMARY" in line]
-    assert found and all(re.search(r"\b0 errors", line) for line in found), result.stdout[-3000:]
+    sanitizer.expect_nothing_found(tool, "fa3_small", level)

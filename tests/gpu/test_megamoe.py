@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import re
-import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
 
+from tests.gpu import sanitizer
 from xstage_ext import SymmetricWorkspace
 from xstage_ext.errors import RoutingError
 from xstage_ext.planner.megamoe import MegaMoePlan
@@ -349,16 +346,9 @@ def test_a_trace_has_every_tile_of_the_schedule() -> None:
             assert sorted([s.block, s.n] for s in trace.of(kind, track)) == wanted
 
 
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+@pytest.mark.parametrize("tool", sanitizer.TOOLS)
 def test_sanitizer_finds_nothing(tool: str, level: int) -> None:
-    sanitizer = shutil.which("compute-sanitizer")
-    if level < 2 or sanitizer is None:
-        pytest.skip("needs compute-sanitizer and a minute; XSTAGE_TEST_LEVEL=2 runs it")
-    command = [sanitizer, "--tool", tool, sys.executable, "-m", "tests.gpu.megamoe_small"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert "megamoe_small: ok" in result.stdout, result.stdout[-3000:] + result.stderr[-1000:]
-    found = [line for line in result.stdout.splitlines() if "SUMMARY" in line]
-    assert found and all(re.search(r"\b0 errors", line) for line in found), result.stdout[-3000:]
+    sanitizer.expect_nothing_found(tool, "megamoe_small", level)
 
 
 def test_plans_that_no_kernel_runs_are_refused_by_name() -> None:
