@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
 # Every GPU check in one call: one-GPU tests, two-rank tests, the benchmarks whose figures stand in
 # benchmarks/results/ (rewritten there), the whole sweep. Each step has its own time limit, so that one
-# hang does not lose the rest; a short table closes the output. About eight minutes on two H200.
+# hang does not lose the rest; a short table closes the output.
 #
 #   tools/gpu_check.sh                                  # the installed libraries
 #   XSTAGE_LIB_DIR=/where/lib tools/gpu_check.sh        # built elsewhere (tools/build_for.sh)
 #   tools/gpu_check.sh tests dist                       # only steps whose name holds a word
+#
+# Not run as a whole on GPUs yet: of its steps, tests-gpu ran through it on two H200, the benchmarks,
+# calibrate and validate by their own commands.
 #
 # Logs lie in ${OUTDIR:-build/gpu-check}. LIMIT_S scales every limit (default 1).
 set -u
