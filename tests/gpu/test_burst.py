@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pathlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.gpu import sanitizer
 from xstage_ext import SymmetricWorkspace, _env
 from xstage_ext._session import CONTROL_BYTES
-from xstage_ext.burst import BurstBench, BurstLoopPlan, Point, burst_plan
+from xstage_ext.burst import BurstBench, BurstLoopPlan, BurstPlan, Point, burst_plan
 from xstage_ext.planner import wire
+from xstage_ext.workspace import region_bytes
 
 REGION = 192 << 20
 
@@ -29,6 +32,18 @@ class Alone:
     words: list[int]
 
 
+@dataclasses.dataclass(frozen=True)
+class Virtual:
+    """A bench that plays one rank of a virtual world, and where every rank's bytes land.
+
+    `landing[r]` holds one area of `area` bytes per source rank.
+    """
+
+    bench: BurstBench
+    landing: list[torch.Tensor]
+    area: int
+
+
 @pytest.fixture(scope="module")
 def alone() -> Iterator[Alone]:
     with SymmetricWorkspace(nbytes=REGION, device="cuda", timeout_ms=5_000) as workspace:
@@ -38,12 +53,16 @@ def alone() -> Iterator[Alone]:
         yield Alone(bench, lease.region()[CONTROL_BYTES:], lease.words())
 
 
-def expected_bytes(point: Point, slots_used: int) -> tuple[np.ndarray, np.ndarray]:
+def expected_bytes(
+    plan: BurstPlan, slots_used: int, producers: Iterable[int]
+) -> tuple[np.ndarray, np.ndarray]:
     """(word index of every 16-byte piece, its four words) in the landing area."""
-    plan = burst_plan(point, 0, 1, 1980.0)
     rows, pieces = plan.bytes // plan.chunk_bytes, plan.chunk_bytes // 16
     k, s, r, p = np.ix_(
-        np.arange(plan.producers), np.arange(slots_used), np.arange(rows), np.arange(pieces)
+        np.array(list(producers), np.int64),
+        np.arange(slots_used),
+        np.arange(rows),
+        np.arange(pieces),
     )
     at = (k * plan.producer_stride + s * plan.slot_stride + r * plan.row_stride + p * 16).astype(
         np.int64
@@ -74,8 +93,8 @@ def test_every_byte_lands_and_no_other(
     )
     alone.landing.zero_()
     alone.bench.run(point)
-    at, words = expected_bytes(point, 2)
     plan = burst_plan(point, 0, 1, 1980.0)
+    at, words = expected_bytes(plan, 2, range(plan.producers))
     reach = plan.producers * plan.producer_stride
     seen = alone.landing[:reach].view(torch.int32).cpu().numpy()
     for i in range(4):
@@ -84,6 +103,60 @@ def test_every_byte_lands_and_no_other(
     inside[(at[..., None] + np.arange(4)).ravel()] = True
     assert not seen[~inside].any()
     assert int(torch.count_nonzero(alone.landing[reach:])) == 0
+
+
+@contextlib.contextmanager
+def virtual_rank(
+    rank: int, world: int, area: int = 256 << 10, timeout_ms: int = 5_000
+) -> Iterator[Virtual]:
+    """A bench that plays one rank of a virtual world; `area` bytes land from each source."""
+    nbytes = CONTROL_BYTES + world * area
+    with SymmetricWorkspace(
+        nbytes=region_bytes([nbytes]),
+        device="cuda",
+        backend="virtual",
+        world=world,
+        timeout_ms=timeout_ms,
+    ) as workspace:
+        lease = workspace.channel("burst", nbytes, counter_bytes=CONTROL_BYTES)
+        bench = BurstBench(lambda: lease.words(rank=rank), rank, world, torch.device("cuda"))
+        yield Virtual(bench, [lease.region(r)[CONTROL_BYTES:] for r in range(world)], area)
+
+
+def landed_right(virtual: Virtual, point: Point) -> bool:
+    """Whether every rank holds what its producers sent in this rank's area, and nothing else.
+
+    Clears the areas for the next point.
+    """
+    bench = virtual.bench
+    plan = burst_plan(point, bench.rank, bench.world, 1980.0)
+    ranks = [r for r in range(bench.world) if plan.destinations >> r & 1]
+    right = True
+    for r, landing in enumerate(virtual.landing):
+        wanted = np.zeros(landing.numel() // 4, np.int32)
+        if r in ranks:
+            mine = range(ranks.index(r), plan.producers, len(ranks))
+            at, words = expected_bytes(plan, min(point.bursts, point.slots), mine)
+            for i in range(4):
+                wanted[bench.rank * virtual.area // 4 + at + i] = words[..., i].astype(np.int32)
+        right &= np.array_equal(landing.view(torch.int32).cpu().numpy(), wanted)
+        landing.zero_()
+    return right
+
+
+@pytest.mark.parametrize("mechanism", ["st", "bulk", "tma"])
+@pytest.mark.parametrize(
+    ("world", "rank", "destinations"),
+    [(2, 0, None), (3, 1, (0, 2)), (4, 3, (0, 1, 3)), (8, 5, tuple(range(8))), (8, 7, None)],
+)
+def test_producers_alternate_between_the_destinations_of_a_virtual_world(
+    mechanism: str, world: int, rank: int, destinations: tuple[int, ...] | None
+) -> None:
+    with virtual_rank(rank, world) as virtual:
+        point = Point(mechanism, 19, 4096, bursts=3, destinations=destinations, seed=3 + rank)
+        trace = virtual.bench.run(point)
+        assert np.all(trace.bursts == 3)
+        assert landed_right(virtual, point)
 
 
 @pytest.mark.parametrize("mechanism", ["st", "bulk", "tma", "pull"])
@@ -228,3 +301,8 @@ def test_clocks_stand_around_the_stores_in_sass(repository: pathlib.Path) -> Non
 
     folder = _env.get("XSTAGE_LIB_DIR") or str(repository / "xstage_ext")
     assert burst_sass.faults(burst_sass.listing(f"{folder}/_cuda_sm90.abi3.so")) == []
+
+
+@pytest.mark.parametrize("tool", sanitizer.TOOLS)
+def test_sanitizer_finds_nothing(tool: str, level: int) -> None:
+    sanitizer.expect_nothing_found(tool, "burst_small", level)
