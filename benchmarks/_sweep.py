@@ -37,6 +37,31 @@ EXTRA_PLANS: dict[str, dict[str, int]] = {
 """Measured beside the planner's families, for the record."""
 
 
+def _trials() -> dict[str, dict[str, int]]:
+    kept = {name: ranking.FAMILIES[name] for name in ("mixed st 32 g8", "mixed paced 32")}
+    wave = {"wave st 64": ranking.FAMILIES["wave st 64"]}
+    varied = [
+        (kept, "idle_sms", (4, 8, 16, 24, 32)),
+        (wave, "idle_sms", (8, 16, 24)),
+        ({"mixed paced 32": kept["mixed paced 32"]}, "slice_rows", (2, 4, 8)),
+        (kept, "x_ring_blocks", (32, 128)),
+        (kept, "lead_blocks", (48, 64)),
+        ({"mixed st 32 g8": kept["mixed st 32 g8"]}, "group_blocks", (4, 6, 12)),
+        (wave, "wave_blocks", (48, 96)),
+    ]
+    return {
+        f"{name}, {field} {value}": fields | {field: value}
+        for families, field, values in varied
+        for name, fields in families.items()
+        for value in values
+    }
+
+
+TRIALS = _trials()
+"""Plans that vary what the families leave alone: SMs at work, slices, rings, leads, groups, waves.
+Measured with `--part trials`, where the planner's families do not hold such a plan."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """One of the 84.
@@ -247,10 +272,12 @@ def plan_of(config: Config, arm: str, profile: machine.MachineProfile) -> MegaMo
     return choose.choose(config.problem, profile, **ARMS[arm]).plan
 
 
-def grid_plans(config: Config, profile: machine.MachineProfile) -> dict[str, MegaMoePlan]:
+def grid_plans(
+    config: Config, profile: machine.MachineProfile, trials: bool = False
+) -> dict[str, MegaMoePlan]:
     """The plans that are measured beside the arms: every family of the planner, and others."""
     plans = {}
-    for name, fields in (ranking.FAMILIES | EXTRA_PLANS).items():
+    for name, fields in (ranking.FAMILIES | (TRIALS if trials else EXTRA_PLANS)).items():
         plan = choose.family_plan(config.problem, profile, ranking.DEFAULTS | fields)
         plans[name] = dataclasses.replace(plan, combine=fields.get("combine", 0))
     return plans

@@ -44,6 +44,8 @@ class Job:
         Samples per arm and fast plan.
     first : int
         Rounds in which every plan of the grid runs; 0: arms only.
+    trials : bool
+        The grid holds plans that the planner does not consider; see `_sweep.TRIALS`.
     """
 
     configs: list[Config]
@@ -53,6 +55,7 @@ class Job:
     pairs: int
     first: int
     budget_s: float
+    trials: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +89,7 @@ def launch(job: Job) -> None:
 def task_of(config: Config, job: Job, predict: bool) -> Task:
     """Plans of a configuration, the same on every rank."""
     wanted = {arm: _sweep.plan_of(config, arm, job.profile) for arm in ARMS}
-    grid = _sweep.grid_plans(config, job.profile) if job.first else {}
+    grid = _sweep.grid_plans(config, job.profile, job.trials) if job.first else {}
     plans = distinct([*wanted.items(), *grid.items()])
     name_of = {plan: name for name, plan in plans.items()}
     rows = sweep_84.predicted_rows(config, job.profile) if predict else []

@@ -262,7 +262,7 @@ def progress_bar() -> Progress:
 def select(configs: list[Config], quick: bool, part: str | None) -> list[Config]:
     """Configurations of this run."""
     chosen = configs[::7] if quick else configs
-    if part is None:
+    if part in (None, "trials"):
         return chosen
     try:
         index, count = (int(word) for word in part.split("/"))
@@ -326,7 +326,7 @@ def main(
         str | None,
         typer.Option(
             help="i/n: the i-th of n parts. merge: report from all parts. label: report with the "
-            "planner and the simulator as they are now."
+            "planner and the simulator as they are now. trials: with plans beside the planner's."
         ),
     ] = None,
     resume: Annotated[bool, typer.Option(help="Keep what the result file has.")] = False,
@@ -361,7 +361,7 @@ def main(
         path = merge(name, folder) if part == "merge" else relabel(folder / "sweep_84.jsonl", used)
         report(path, configs, f"{path.stem}: planner over wave with plain stores")
         return
-    suffix = "" if part is None else f".part-{part.replace('/', '-of-')}"
+    suffix = {None: "", "trials": ".trials"}.get(part, f".part-{str(part).replace('/', '-of-')}")
     path = folder / f"{name}{suffix}.jsonl"
     chosen = select(wanted, quick, part)
     console.print(
@@ -370,7 +370,7 @@ def main(
     if measure:
         import _sweep_gpu
 
-        job = _sweep_gpu.Job(chosen, used, path, resume, *pairs, budget_s)
+        job = _sweep_gpu.Job(chosen, used, path, resume, *pairs, budget_s, part == "trials")
         _sweep_gpu.launch(job)
     else:
         console.print("No pair of GPUs: every time below is PREDICTED by the simulator.")

@@ -187,6 +187,19 @@ def test_measuring_checks_and_times_every_arm(benchmarks, tmp_path):
             assert row["us_median"] == pytest.approx(times[row["measured_as"]]["us"], abs=0.01)
 
 
+def test_trials_vary_what_families_leave_alone(benchmarks):
+    sweep = benchmarks("_sweep")
+    config = sweep.load_configs()[5]
+    usual = set(sweep.grid_plans(config, PROFILE).values())
+    named = sweep.grid_plans(config, PROFILE, trials=True)
+    trials = {name: named[name] for name in sweep.TRIALS}
+    assert len(set(trials.values()) - usual) == len(sweep.TRIALS)
+    fewer = trials["mixed st 32 g8, idle_sms 24"]
+    assert fewer.num_sms == PROFILE.gpu.num_sms - 24
+    assert named["mixed st 32 g8"].num_sms == PROFILE.gpu.num_sms
+    assert trials["mixed paced 32, slice_rows 4"].slice_rows == 4
+
+
 def test_labels_follow_the_planner(benchmarks, monkeypatch):
     sweep, label = benchmarks("_sweep"), benchmarks("_label")
     config = sweep.load_configs()[3]

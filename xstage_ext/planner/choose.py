@@ -293,7 +293,9 @@ def _base(
         block_m=given.get("block_m", instance.block_m),
         block_n=given.get("block_n", instance.block_n),
         cluster_size=cluster,
-        num_sms=given.get("num_sms", profile.gpu.num_sms // cluster * cluster),
+        num_sms=given.get(
+            "num_sms", (profile.gpu.num_sms - fields["idle_sms"]) // cluster * cluster
+        ),
         schedule=fields["schedule"],
         store=fields["store"],
         slice_rows=fields["slice_rows"],

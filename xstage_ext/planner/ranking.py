@@ -48,8 +48,8 @@ FAMILIES: dict[str, dict[str, int]] = {
 leads are cut to the load. Measured and left out: early combine (5 to 40 percent slower), four rows
 per warp and slice (as fast as one), waves of 32 and leads of 16 without mixing (slower)."""
 
-DEFAULTS = {"group_blocks": 16, "mix": 0, "slice_rows": 1, "x_ring_blocks": 64}
-"""Groups are whole experts up to 16 m-blocks."""
+DEFAULTS = {"group_blocks": 16, "mix": 0, "slice_rows": 1, "x_ring_blocks": 64, "idle_sms": 0}
+"""Groups are whole experts up to 16 m-blocks; all SMs work."""
 
 AT_HOME = "mixed paced 16 g8"
 """Where no row crosses the link: measured on one GPU, docs/perf_log.md."""
