@@ -188,7 +188,8 @@ def _trace_row(task: Task, name: str, timing: Timing, trace: dict[str, float]) -
 def _plans_row(task: Task, samples: dict[str, list[float]], ok: dict[str, bool]) -> _report.Row:
     """One row for all plans of a configuration; see `_plans.py`.
 
-    `halves_us` are medians of every other sample: choose by one, judge by the other.
+    `halves_us` are medians of every other sample: choose by one, judge by the other. `samples_us`
+    are in the order of the rounds.
     """
     plans = []
     for name, plan in task.plans.items():
@@ -199,6 +200,7 @@ def _plans_row(task: Task, samples: dict[str, list[float]], ok: dict[str, bool])
             {"name": name, "plan": list(dataclasses.astuple(plan)), "ok": ok[name], "n": timing.n}
             | {key: round(us, 2) for key, us in times.items()}
             | {"halves_us": [round(us, 2) for us in halves]}
+            | {"samples_us": [round(us, 1) for us in samples[name]]}
         )
     best = min((Timing.of(samples[name]) for name in task.plans), key=lambda t: t.us_median)
     return _report.Row(
