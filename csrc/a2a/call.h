@@ -139,4 +139,21 @@ inline std::vector<Tensor> received_tensors(Exchange const& exchange, RankCall c
   return outputs;
 }
 
+// The operators as torch calls them, over what a device does with one exchange.
+using RunExchange = std::vector<Tensor>(char const* op, std::vector<Tensor> const& inputs,
+                                        std::vector<int64_t> const& plan,
+                                        std::vector<Workspace> const& workspaces);
+
+template <RunExchange* run>
+std::vector<Tensor> ulysses_a2a(std::vector<Tensor> inputs, std::vector<int64_t> plan,
+                                std::vector<int64_t> workspace) {
+  return run("ulysses_a2a", inputs, plan, {read_workspace(workspace)});
+}
+
+template <RunExchange* run>
+std::vector<Tensor> ulysses_a2a_virtual(std::vector<Tensor> inputs, std::vector<int64_t> plan,
+                                        std::vector<int64_t> workspaces) {
+  return run("ulysses_a2a_virtual", inputs, plan, read_virtual_workspaces(workspaces));
+}
+
 }  // namespace xstage

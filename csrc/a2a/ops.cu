@@ -168,21 +168,11 @@ std::vector<Tensor> run(char const* op, std::vector<Tensor> const& inputs,
   return outputs;
 }
 
-std::vector<Tensor> ulysses_a2a(std::vector<Tensor> inputs, std::vector<int64_t> plan,
-                                std::vector<int64_t> workspace) {
-  return run("ulysses_a2a", inputs, plan, {read_workspace(workspace)});
-}
-
-std::vector<Tensor> ulysses_a2a_virtual(std::vector<Tensor> inputs, std::vector<int64_t> plan,
-                                        std::vector<int64_t> workspaces) {
-  return run("ulysses_a2a_virtual", inputs, plan, read_virtual_workspaces(workspaces));
-}
-
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(xstage, CUDA, m) {
-  m.impl("ulysses_a2a", TORCH_BOX(&ulysses_a2a));
-  m.impl("ulysses_a2a_virtual", TORCH_BOX(&ulysses_a2a_virtual));
+  m.impl("ulysses_a2a", TORCH_BOX(&ulysses_a2a<run>));
+  m.impl("ulysses_a2a_virtual", TORCH_BOX(&ulysses_a2a_virtual<run>));
 }
 
 }  // namespace xstage

@@ -2,9 +2,10 @@
 
 namespace xstage::cpu {
 
-std::tuple<Tensor, Tensor> attention(char const* op, Tensor const& q, Tensor const& k,
-                                     Tensor const& v, AttentionOptions const& options,
-                                     int64_t head_phase, std::vector<int64_t> const& plan_words) {
+std::tuple<Tensor, Tensor> CpuKernels::attention(char const* op, Tensor const& q, Tensor const& k,
+                                                 Tensor const& v, AttentionOptions const& options,
+                                                 int64_t head_phase,
+                                                 std::vector<int64_t> const& plan_words) {
   AttentionPlan const plan =
       plan_words.empty() ? single_rank_plan(op, q, k) : read_attention_plan(plan_words);
   XS_CHECK(plan.world == 1, "xstage.", op, ": plan: expected one of 1 rank, got one of ",
@@ -69,10 +70,11 @@ void compute_rank(RingCall const& call, RankCall const& rank, CheckedRank const&
 }  // namespace
 
 // Every step runs for all ranks of this process before the next one: virtual ranks share a thread.
-std::vector<RankResult> attention_a2a(char const* op, std::vector<RankOperands> const& operands,
-                                      AttentionOptions const& options,
-                                      std::vector<int64_t> const& plan_words,
-                                      std::vector<Workspace> const& workspaces) {
+std::vector<RankResult> CpuKernels::attention_a2a(char const* op,
+                                                  std::vector<RankOperands> const& operands,
+                                                  AttentionOptions const& options,
+                                                  std::vector<int64_t> const& plan_words,
+                                                  std::vector<Workspace> const& workspaces) {
   RingCall call = open_call(op, plan_words, workspaces, MemoryKind::kCpu);
   std::vector<CheckedRank> checked;
   for (size_t i = 0; i < operands.size(); ++i) {
@@ -114,25 +116,6 @@ std::vector<RankResult> attention_a2a(char const* op, std::vector<RankOperands> 
     }
   }
   return results;
-}
-
-std::tuple<std::vector<Tensor>, std::vector<Tensor>> attention_a2a_virtual(
-    char const* op, VirtualOperands const& operands, AttentionOptions const& options,
-    std::vector<int64_t> const& plan_words, std::vector<int64_t> const& workspace_words) {
-  std::vector<Workspace> const workspaces = read_virtual_workspaces(workspace_words);
-  size_t const world = workspaces.size();
-  XS_CHECK(operands.q.size() == world && operands.k.size() == world && operands.v.size() == world,
-           "xstage.", op, ": q, k, v: expected ", world, " tensors each, one per rank, got ",
-           operands.q.size(), ", ", operands.k.size(), " and ", operands.v.size());
-  std::vector<RankOperands> ranks;
-  for (size_t r = 0; r < world; ++r) ranks.push_back({operands.q[r], operands.k[r], operands.v[r]});
-  std::vector<Tensor> outs;
-  std::vector<Tensor> lses;
-  for (RankResult const& result : attention_a2a(op, ranks, options, plan_words, workspaces)) {
-    outs.push_back(result.out);
-    lses.push_back(result.lse);
-  }
-  return {outs, lses};
 }
 
 }  // namespace xstage::cpu

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "attend_cpu.h"
-#include "call.h"
 #include "common/channel_cpu.h"
+#include "ops.h"
 
 namespace xstage::cpu {
 
@@ -29,36 +29,18 @@ inline int32_t block_rows(AttentionPlan const& plan) {
   return static_cast<int32_t>(plan.block_m != 0 ? plan.block_m : kDefaultBlockM);
 }
 
-std::tuple<Tensor, Tensor> attention(char const* op, Tensor const& q, Tensor const& k,
-                                     Tensor const& v, AttentionOptions const& options,
-                                     int64_t head_phase, std::vector<int64_t> const& plan_words);
+// What AttentionOps calls; a generation adds its names.
+struct CpuKernels {
+  static std::tuple<Tensor, Tensor> attention(char const* op, Tensor const& q, Tensor const& k,
+                                              Tensor const& v, AttentionOptions const& options,
+                                              int64_t head_phase,
+                                              std::vector<int64_t> const& plan_words);
 
-// Operands of one rank, in head form.
-struct RankOperands {
-  Tensor q;
-  Tensor k;
-  Tensor v;
+  static std::vector<RankResult> attention_a2a(char const* op,
+                                               std::vector<RankOperands> const& operands,
+                                               AttentionOptions const& options,
+                                               std::vector<int64_t> const& plan_words,
+                                               std::vector<Workspace> const& workspaces);
 };
-
-struct RankResult {
-  Tensor out;
-  Tensor lse;
-};
-
-std::vector<RankResult> attention_a2a(char const* op, std::vector<RankOperands> const& operands,
-                                      AttentionOptions const& options,
-                                      std::vector<int64_t> const& plan_words,
-                                      std::vector<Workspace> const& workspaces);
-
-// Operands of all virtual ranks, rank after rank.
-struct VirtualOperands {
-  std::vector<Tensor> q;
-  std::vector<Tensor> k;
-  std::vector<Tensor> v;
-};
-
-std::tuple<std::vector<Tensor>, std::vector<Tensor>> attention_a2a_virtual(
-    char const* op, VirtualOperands const& operands, AttentionOptions const& options,
-    std::vector<int64_t> const& plan_words, std::vector<int64_t> const& workspace_words);
 
 }  // namespace xstage::cpu

@@ -255,25 +255,4 @@ std::vector<RankResult> attention_a2a(char const* op, Generation const& generati
   return results;
 }
 
-std::tuple<std::vector<Tensor>, std::vector<Tensor>> attention_a2a_virtual(
-    char const* op, Generation const& generation, VirtualOperands const& operands,
-    AttentionOptions const& options, std::vector<int64_t> const& plan_words,
-    std::vector<int64_t> const& workspace_words) {
-  std::vector<Workspace> const workspaces = read_virtual_workspaces(workspace_words);
-  size_t const world = workspaces.size();
-  XS_CHECK(operands.q.size() == world && operands.k.size() == world && operands.v.size() == world,
-           "xstage.", op, ": q, k, v: expected ", world, " tensors each, one per rank, got ",
-           operands.q.size(), ", ", operands.k.size(), " and ", operands.v.size());
-  std::vector<RankOperands> ranks;
-  for (size_t r = 0; r < world; ++r) ranks.push_back({operands.q[r], operands.k[r], operands.v[r]});
-  std::vector<Tensor> outs;
-  std::vector<Tensor> lses;
-  for (RankResult const& result :
-       attention_a2a(op, generation, ranks, options, plan_words, workspaces)) {
-    outs.push_back(result.out);
-    lses.push_back(result.lse);
-  }
-  return {outs, lses};
-}
-
 }  // namespace xstage::cuda

@@ -2,8 +2,8 @@
 // compiled kernels; checks, slots, tensor maps and the order of launches are the same.
 #pragma once
 
-#include "call.h"
 #include "common/launch.h"
+#include "ops.h"
 #include "params.h"
 
 namespace xstage::cuda {
@@ -27,18 +27,6 @@ std::tuple<Tensor, Tensor> attention(char const* op, Generation const& generatio
                                      AttentionOptions const& options, int64_t head_phase,
                                      std::vector<int64_t> const& plan_words);
 
-// Operands of one rank, in head form.
-struct RankOperands {
-  Tensor q;
-  Tensor k;
-  Tensor v;
-};
-
-struct RankResult {
-  Tensor out;
-  Tensor lse;
-};
-
 // One result per rank that this process plays. Launches: grant of the output slot, the attention
 // kernel of each rank, the wait for all ranks. Neighbours overlap (common/launch.h): tiles
 // are computed while the slot is being granted, and the wait is there before the last tile's
@@ -48,16 +36,5 @@ std::vector<RankResult> attention_a2a(char const* op, Generation const& generati
                                       AttentionOptions const& options,
                                       std::vector<int64_t> const& plan_words,
                                       std::vector<Workspace> const& workspaces);
-
-struct VirtualOperands {
-  std::vector<Tensor> q;
-  std::vector<Tensor> k;
-  std::vector<Tensor> v;
-};
-
-std::tuple<std::vector<Tensor>, std::vector<Tensor>> attention_a2a_virtual(
-    char const* op, Generation const& generation, VirtualOperands const& operands,
-    AttentionOptions const& options, std::vector<int64_t> const& plan_words,
-    std::vector<int64_t> const& workspace_words);
 
 }  // namespace xstage::cuda

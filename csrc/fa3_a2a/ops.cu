@@ -4,36 +4,29 @@
 namespace xstage::cuda {
 namespace {
 
-std::tuple<Tensor, Tensor> fa3(Tensor q, Tensor k, Tensor v, std::optional<Tensor> key_segments,
-                               std::optional<double> scale, bool causal, bool want_lse,
-                               int64_t head_phase, std::vector<int64_t> plan) {
-  return attention("fa3", fa3_generation(), q, k, v, {key_segments, scale, causal, want_lse},
-                   head_phase, plan);
-}
+struct Fa3 {
+  static constexpr char kAlone[] = "fa3";
+  static constexpr char kA2a[] = "fa3_a2a";
+  static constexpr char kVirtual[] = "fa3_a2a_virtual";
 
-std::tuple<Tensor, Tensor> fa3_a2a(Tensor q, Tensor k, Tensor v, std::optional<Tensor> key_segments,
-                                   std::optional<double> scale, bool causal, bool want_lse,
-                                   std::vector<int64_t> plan, std::vector<int64_t> workspace) {
-  std::vector<RankResult> const results =
-      attention_a2a("fa3_a2a", fa3_generation(), {{q, k, v}},
-                    {key_segments, scale, causal, want_lse}, plan, {read_workspace(workspace)});
-  return {results[0].out, results[0].lse};
-}
+  template <class... Arguments>
+  static auto attention(char const* op, Arguments const&... arguments) {
+    return cuda::attention(op, fa3_generation(), arguments...);
+  }
+  template <class... Arguments>
+  static auto attention_a2a(char const* op, Arguments const&... arguments) {
+    return cuda::attention_a2a(op, fa3_generation(), arguments...);
+  }
+};
 
-std::tuple<std::vector<Tensor>, std::vector<Tensor>> fa3_a2a_virtual(
-    std::vector<Tensor> q, std::vector<Tensor> k, std::vector<Tensor> v,
-    std::optional<Tensor> key_segments, std::optional<double> scale, bool causal, bool want_lse,
-    std::vector<int64_t> plan, std::vector<int64_t> workspaces) {
-  return attention_a2a_virtual("fa3_a2a_virtual", fa3_generation(), {q, k, v},
-                               {key_segments, scale, causal, want_lse}, plan, workspaces);
-}
+using Ops = AttentionOps<Fa3>;
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(xstage, CUDA, m) {
-  m.impl("fa3", TORCH_BOX(&fa3));
-  m.impl("fa3_a2a", TORCH_BOX(&fa3_a2a));
-  m.impl("fa3_a2a_virtual", TORCH_BOX(&fa3_a2a_virtual));
+  m.impl("fa3", TORCH_BOX(&Ops::alone));
+  m.impl("fa3_a2a", TORCH_BOX(&Ops::with_a2a));
+  m.impl("fa3_a2a_virtual", TORCH_BOX(&Ops::with_a2a_virtual));
 }
 
 }  // namespace xstage::cuda

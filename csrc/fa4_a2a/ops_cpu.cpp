@@ -4,35 +4,20 @@
 namespace xstage::cpu {
 namespace {
 
-std::tuple<Tensor, Tensor> fa4(Tensor q, Tensor k, Tensor v, std::optional<Tensor> key_segments,
-                               std::optional<double> scale, bool causal, bool want_lse,
-                               int64_t head_phase, std::vector<int64_t> plan) {
-  return attention("fa4", q, k, v, {key_segments, scale, causal, want_lse}, head_phase, plan);
-}
+struct Fa4 : CpuKernels {
+  static constexpr char kAlone[] = "fa4";
+  static constexpr char kA2a[] = "fa4_a2a";
+  static constexpr char kVirtual[] = "fa4_a2a_virtual";
+};
 
-std::tuple<Tensor, Tensor> fa4_a2a(Tensor q, Tensor k, Tensor v, std::optional<Tensor> key_segments,
-                                   std::optional<double> scale, bool causal, bool want_lse,
-                                   std::vector<int64_t> plan, std::vector<int64_t> workspace) {
-  std::vector<RankResult> const results =
-      attention_a2a("fa4_a2a", {{q, k, v}}, {key_segments, scale, causal, want_lse}, plan,
-                    {read_workspace(workspace)});
-  return {results[0].out, results[0].lse};
-}
-
-std::tuple<std::vector<Tensor>, std::vector<Tensor>> fa4_a2a_virtual(
-    std::vector<Tensor> q, std::vector<Tensor> k, std::vector<Tensor> v,
-    std::optional<Tensor> key_segments, std::optional<double> scale, bool causal, bool want_lse,
-    std::vector<int64_t> plan, std::vector<int64_t> workspaces) {
-  return attention_a2a_virtual("fa4_a2a_virtual", {q, k, v},
-                               {key_segments, scale, causal, want_lse}, plan, workspaces);
-}
+using Ops = AttentionOps<Fa4>;
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(xstage, CPU, m) {
-  m.impl("fa4", TORCH_BOX(&fa4));
-  m.impl("fa4_a2a", TORCH_BOX(&fa4_a2a));
-  m.impl("fa4_a2a_virtual", TORCH_BOX(&fa4_a2a_virtual));
+  m.impl("fa4", TORCH_BOX(&Ops::alone));
+  m.impl("fa4_a2a", TORCH_BOX(&Ops::with_a2a));
+  m.impl("fa4_a2a_virtual", TORCH_BOX(&Ops::with_a2a_virtual));
 }
 
 }  // namespace xstage::cpu
