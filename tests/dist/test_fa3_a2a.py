@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.dist.world import gpu_world
+from tests.dist.world import BusyLink, gpu_world
 from xstage_ext import SymmetricWorkspace
 from xstage_ext.channel import ChannelLease
 from xstage_ext.planner.attention import AttentionPlan, even_split
@@ -148,6 +148,32 @@ def test_no_flag_overtakes_its_payload(group: tuple[int, int], paced: bool, leve
             differing += (out != expected[number % 5]).any()
             del out
         assert int(differing) == 0
+        workspace.check(synchronize=True)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("paced", [False, True], ids=["burst", "paced"])
+def test_identical_calls_are_bitwise_equal(group: tuple[int, int], paced: bool) -> None:
+    """5,000 calls while a copy engine loads the link."""
+    rank, world = group
+    slices = {"slice_bytes": 4096, "slice_steps": 1} if paced else {}
+    plan = AttentionPlan(
+        even_split(1025, world), even_split(1025, world), (6,) * world, slots=3, **slices
+    )
+    tensors = operands(plan, rank, 128)
+    nbytes = plan.region_bytes(1, 128)
+    link = BusyLink()
+    with SymmetricWorkspace(nbytes=2 * nbytes, timeout_ms=20_000) as workspace:
+        lease = workspace.channel("out", nbytes, counter_bytes=0)
+        first = call(lease, plan, tensors).clone()
+        assert torch.equal(first, gathered(plan, rank, torch.ops.xstage.fa3(*tensors)[0]))
+        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        for _ in range(5000):
+            link.keep_busy()
+            out = call(lease, plan, tensors)
+            wrong += (out.view(torch.int16) != first.view(torch.int16)).sum()
+            del out
+        assert int(wrong) == 0 and link.copies > 100
         workspace.check(synchronize=True)
     torch.cuda.synchronize()
 
