@@ -133,3 +133,14 @@ def check_shapes(
     if tokens > problem.max_tokens:
         text = f"expected at most {problem.max_tokens} (max_tokens), got {tokens}"
         raise RuntimeError(f"xstage.megamoe: x: tokens: {text}")
+
+
+def check_out(problem: MoEProblem, x: torch.Tensor, out: torch.Tensor) -> None:
+    """The caller's tensor for the result, as the native operator checks it."""
+    tokens = x.shape[0] if x.dim() else 0
+    wanted = torch.bfloat16, [tokens, problem.hidden]
+    if (out.dtype, list(out.shape)) != wanted:
+        text = f"expected {wanted[0]} {wanted[1]}, got {out.dtype} {list(out.shape)}"
+        raise RuntimeError(f"xstage.megamoe: out: {text}")
+    if not out.is_contiguous():
+        raise RuntimeError("xstage.megamoe: out: expected a contiguous tensor; call .contiguous()")

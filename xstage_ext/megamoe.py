@@ -11,6 +11,7 @@ from . import _megamoe_fakes as _megamoe_fakes
 from . import reference
 from ._megamoe_setup import (
     agree,
+    check_out,
     check_shapes,
     check_types,
     counter_bytes,
@@ -355,6 +356,8 @@ class MegaMoE(torch.nn.Module):
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         check_shapes(self.problem, x, topk_idx, weights)
+        if out is not None:
+            check_out(self.problem, x, out)
         if num_tokens is not None:
             padding = torch.arange(x.shape[0], device=x.device) >= num_tokens
             topk_idx = topk_idx.masked_fill(padding[:, None], -1)

@@ -62,7 +62,17 @@ def test_the_fallback_refuses_what_the_native_path_refuses() -> None:
     ):
         with pytest.raises(RuntimeError, match=text):
             layer(*arguments)
-    assert not layer(x, ids, weights).any()
+    out = torch.ones(9, 128, dtype=torch.bfloat16)
+    for wrong, text in (
+        (out.float(), r"out: expected torch.bfloat16 \[9, 128\], got torch.float32 \[9, 128\]"),
+        (out[:8], r"out: expected torch.bfloat16 \[9, 128\], got torch.bfloat16 \[8, 128\]"),
+        (out.repeat(2, 1), r"got torch.bfloat16 \[18, 128\]"),
+        (out.repeat(1, 2)[:, ::2], "out: expected a contiguous tensor"),
+    ):
+        for num_tokens in (None, 9):
+            with pytest.raises(RuntimeError, match=text):
+                layer(x, ids, weights, num_tokens, wrong)
+    assert layer(x, ids, weights, None, out) is out and not out.any()
     layer.close()
     with pytest.raises(WorkspaceError, match="it is closed"):
         layer(x, ids, weights)
