@@ -29,6 +29,15 @@ def on_ranks(world: int, function: Callable[..., None], *arguments: Any) -> None
     mp.spawn(_rank, args=(world, address, function, arguments), nprocs=world, join=True)
 
 
+def local_rank(script: str) -> int:
+    """Which GPU of this machine torchrun gave to this process; where nobody did, how to start."""
+    if "LOCAL_RANK" not in os.environ:
+        raise SystemExit(
+            f"{script} measures between ranks: torchrun --nproc-per-node 2 benchmarks/{script}.py"
+        )
+    return int(os.environ["LOCAL_RANK"])
+
+
 def _rank(
     rank: int,
     world: int,

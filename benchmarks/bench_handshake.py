@@ -9,7 +9,6 @@ Times are the maximum over ranks, then the median; every arm is compared with NC
 
 from __future__ import annotations
 
-import os
 import pathlib
 import sys
 from collections.abc import Callable
@@ -19,6 +18,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
+from benchmarks._ranks import local_rank
 from benchmarks._report import RESULTS, ResultWriter, Row, line
 from xstage_ext import SymmetricWorkspace
 from xstage_ext.handshake import handshake, handshake_bytes
@@ -30,7 +30,7 @@ GRAPH_CALLS = 20
 
 
 def main() -> None:
-    rank = int(os.environ["LOCAL_RANK"])
+    rank = local_rank("bench_handshake")
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     world = dist.get_world_size()

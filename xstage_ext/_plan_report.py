@@ -77,6 +77,18 @@ class PlanReport:
             },
         }
 
+    def second_opinion(self) -> str:
+        """Whether the simulator would choose alike, and who decides."""
+        times = dict(self.alternatives)
+        fastest = min(times, key=lambda name: times[name])
+        if fastest == self.decision.family:
+            return "The simulator would choose alike."
+        less = 1.0 - times[fastest] / times[self.decision.family]
+        return (
+            f"The simulator would take {fastest}, {less:.1%} less. The ranking decides: plans "
+            "differ by less than the simulator errs."
+        )
+
     def text(self) -> str:
         """For people."""
         d, s = self.decision, self.simulation
@@ -90,12 +102,13 @@ class PlanReport:
             f"Floors: arithmetic {d.floors.compute_us:.0f}, link {d.floors.egress_us:.0f}, "
             f"weights {d.floors.weights_us:.0f} us. Workspace {d.bytes / 1e6:.0f} MB per rank.",
             "",
-            "Families of plans, by expected time over the chosen one's (a ranking fitted to "
-            "measurements), and what the simulator says, us:",
+            "Families of plans (* chosen), by expected time over the fastest one's (a ranking "
+            "fitted to measurements), and what the simulator says, us:",
             *(
-                f"  {name:<22} {ratio:6.3f}  {us:8.1f}"
+                f"{'*' if name == d.family else ' '} {name:<22} {ratio:6.3f}  {us:8.1f}"
                 for (name, us), (_, ratio) in zip(self.alternatives, d.expected, strict=True)
             ),
+            self.second_opinion(),
             "",
             "Linear-2 tiles (in step: max(T0, V/R - G, (V - Q)/R); free: max(T0, V/R - G)), us:",
             "  order        store  regime     V MB   V/R     G    T0  Q MB    G*  in step   free"

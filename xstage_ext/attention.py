@@ -9,13 +9,10 @@ its slot until its last tensor is freed. Read it on the stream of the call, or l
 for the reader before dropping it. A call that finds its slot held raises with numbers; nothing is
 overwritten. `out=` copies the result into memory of your own.
 
-CUDA graphs. `prepare` and one eager call of each shape come first; then capture. A captured call
-uses a slot that eager calls no longer touch; its result is valid until the next replay. Every rank
-captures and replays the same calls in the same order. Give `slots=4` to keep replays from waiting
-for each other's slots.
-
-torch.compile. `prepare` and one eager call of each shape come first; then `fullgraph=True` works.
-Compiled calls do not look for faults; call `check()` where you synchronise anyway.
+CUDA graphs and torch.compile (`fullgraph=True`): first `prepare` and one eager call of each shape.
+A captured call uses a slot that eager calls no longer touch; its result is valid until the next
+replay. Every rank captures and replays the same calls in the same order; `slots=4` keeps replays
+from waiting for each other's slots. Compiled calls do not look for faults: call `check()`.
 Calls on several streams: order them alike on every rank (events), as communicators of NCCL.
 Has run on CPUs and on two H200; on more GPUs not yet.
 """
@@ -156,6 +153,7 @@ class UlyssesAttention(torch.nn.Module):
         self._memory = AttentionMemory(name)
         self._route: Route | None = None
         self._words: dict[Shape, CallWords] = {}
+        self._closed = False
 
     def _problem(
         self, rows: tuple[int, ...], kv_rows: tuple[int, ...] | None, batch: int
@@ -173,10 +171,7 @@ class UlyssesAttention(torch.nn.Module):
         return shares
 
     def bytes(self, rows: Rows, kv_rows: Rows | None = None, *, batch: int = 1) -> int:
-        """Bytes of workspace per rank that `prepare` with the same arguments reserves.
-
-        Allocates nothing, and needs no group.
-        """
+        """Bytes of workspace per rank that `prepare` reserves. Allocates nothing."""
         key_rows = None if kv_rows is None else self._shares(kv_rows)
         problem = self._problem(self._shares(rows), key_rows, batch)
         return region_bytes(workspace_bytes(problem.plan(), problem))
@@ -227,6 +222,7 @@ class UlyssesAttention(torch.nn.Module):
         refusal: Exception | None = None,
     ) -> None:
         self.close()
+        self._closed = False
         own = first_path(problem, self.device, self._wanted, self._source)
         facts = {field: str(value) for field, value in vars(problem).items()}
         facts |= {"scale": str(self.scale), "plan": str(self._fields)}
@@ -253,7 +249,8 @@ class UlyssesAttention(torch.nn.Module):
         self._route = Route(path, self._generation, local_kernel, self.rank, self.world, self.group)
 
     def close(self) -> None:
-        """Give back what `prepare` reserved. Local and idempotent; results of calls end too."""
+        """Give back what `prepare` reserved, and end results and calls. Local and idempotent."""
+        self._closed = True
         self._memory.close()
         self._words.clear()
         self.path = self._route = None
@@ -317,7 +314,7 @@ class UlyssesAttention(torch.nn.Module):
         TypeError, ValueError, NotImplementedError
             Dtype, shape or feature, by name. attn_mask and dropout_p are refused.
         WorkspaceError
-            Larger than prepared, or ranks disagree in rows.
+            Larger than prepared, ranks disagree in rows, or the module is closed.
         PeerTimeout, PeerError
             On the CPU from this call; on CUDA from the next call or `check`.
         """
@@ -386,6 +383,8 @@ class UlyssesAttention(torch.nn.Module):
                 f"xstage.UlyssesAttention: {self.name}: first call of shape {shape} inside a CUDA "
                 "graph capture; call prepare() and then the module once eagerly before capturing"
             )
+        if self._closed:
+            raise WorkspaceError(f"xstage.UlyssesAttention: {self.name}: it is closed")
         problem = self._problem(rows, key_rows, batch)
         refusal = why_not_shapes(operands, problem, self.rank)
         if self.path is None:

@@ -30,6 +30,8 @@ from .machine import MachineProfile
 
 KIB = 1024
 FIT_BYTES = (1 * KIB, 2 * KIB, 8 * KIB, 32 * KIB, 64 * KIB, 128 * KIB)
+LONG_BYTES = 4096 * KIB
+"""Bursts of so few producers that none of the others saturates them."""
 SHADOW_BYTES = (8 * KIB, 32 * KIB, 64 * KIB)
 SHADOW_DELAYS_US = (0.3, 1.0, 2.0, 4.0, 8.0, 16.0)
 ROUNDS = 3
@@ -112,13 +114,18 @@ def producers_for(num_sms: int) -> tuple[int, ...]:
     return (1, 2, 4, 8, round(num_sms / 4), num_sms // 2, num_sms)
 
 
+def fills_the_link(K: int, num_sms: int) -> bool:
+    """Whether K producers surely send faster than the link drains: a quarter of the SMs do."""
+    return num_sms // 4 <= K
+
+
 def drained_bytes(K: int, num_sms: int) -> list[int]:
     """Sizes beyond `FIT_BYTES` whose time until visible is long enough for a slope of 1%.
 
-    Volumes are half, five eighths and all of what all SMs send with 128 KiB each. Fewer than a
-    quarter of the SMs do not fill the link, and their slope needs no more.
+    Volumes are half, five eighths and all of what all SMs send with 128 KiB each. The slope of
+    producers that do not fill the link needs no more.
     """
-    if num_sms // 4 > K:
+    if not fills_the_link(K, num_sms):
         return []
     most = num_sms * FIT_BYTES[-1] // K
     sizes = {most * part // 8 // (8 * KIB) * (8 * KIB) for part in (4, 5, 8)}
@@ -134,13 +141,15 @@ def fitted_points(num_sms: int) -> list[tuple[str, Point]]:
             for K in producers:
                 for fence in (False, True):
                     points.append(("isolated", Point(mechanism, K, nbytes, fence=fence)))
-            points.append(("isolated", Point(mechanism, num_sms, nbytes, local=True)))
-            for K in (1, round(num_sms / 4), num_sms):
                 gap = 4.0 + 2.0 * K * nbytes / 300e3
                 points.append(("plateau", Point(mechanism, K, nbytes, gap_us=gap)))
+            for K in (1, round(num_sms / 4), num_sms):
+                points.append(("isolated", Point(mechanism, K, nbytes, local=True)))
         for K in producers:
             for nbytes in (32 * KIB, 64 * KIB, 128 * KIB):
                 points.append(("train", Point(mechanism, K, nbytes)))
+            if not fills_the_link(K, num_sms):
+                points.append(("long", Point(mechanism, K, LONG_BYTES)))
             for nbytes in drained_bytes(K, num_sms):
                 points.append(("isolated", Point(mechanism, K, nbytes, fence=True)))
         for nbytes in (32 * KIB, 64 * KIB):
@@ -322,14 +331,17 @@ def run(out: pathlib.Path) -> Calibration | None:
 
 def refit(raw: pathlib.Path, out: pathlib.Path) -> Calibration:
     """Fit again from the raw measurements that an earlier calibration kept."""
-    record = json.loads(raw.read_text(encoding="utf-8"))
+    expected = f"{raw}: expected a .calibration.json file of `xstage calibrate`"
     try:
+        record = json.loads(raw.read_text(encoding="utf-8"))
         environment = record["environment"]
         calibration = fit(record["rows"], environment["rates"], environment, out.stem)
+    except OSError as error:
+        raise CalibrationError(f"{expected}; {error.strerror or error}") from None
+    except (ValueError, TypeError) as error:
+        raise CalibrationError(f"{expected}, got something else ({error})") from None
     except KeyError as error:
-        raise CalibrationError(
-            f"{raw}: expected a file of `xstage calibrate`, no {error}"
-        ) from None
+        raise CalibrationError(f"{expected}, no {error}") from None
     calibration.save(out)
     return calibration
 

@@ -141,11 +141,17 @@ def plan_attention(
 
 @app.command()
 def explain(
-    producers: Annotated[int, typer.Option(help="SMs that store at once, K.")] = 132,
-    nbytes: Annotated[int, typer.Option("--bytes", help="Bytes per SM and burst, B.")] = 65536,
-    gap_us: Annotated[float, typer.Option("--gap", help="Time between bursts, G, us.")] = 10.0,
+    producers: Annotated[int, typer.Option(min=1, help="SMs that store at once, K.")] = 132,
+    nbytes: Annotated[
+        int, typer.Option("--bytes", min=1, help="Bytes per SM and burst, B.")
+    ] = 65536,
+    gap_us: Annotated[
+        float, typer.Option("--gap", min=0.0, help="Time between bursts, G, us.")
+    ] = 10.0,
     mechanism: Annotated[str, typer.Option(help="st, bulk or tma.")] = "st",
-    remote_share: Annotated[float, typer.Option(help="Share that crosses the link.")] = 1.0,
+    remote_share: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Share that crosses the link.")
+    ] = 1.0,
     profile: Profile = None,
     as_json: AsJson = False,
 ) -> None:
@@ -230,6 +236,12 @@ def _heaviest(problem: MoEProblem, routing: str, seed: int) -> tuple[npt.NDArray
     law, _, exponent = routing.partition(":")
     if law not in LAWS:
         raise typer.BadParameter(f"routing: expected one of {', '.join(LAWS)}, got {law}")
+    try:
+        power = float(exponent or 0.5)
+    except ValueError:
+        raise typer.BadParameter(
+            f"routing: expected a number behind {law}:, e.g. {law}:0.5, got {exponent}"
+        ) from None
     world, experts = problem.world, problem.num_experts
     drawn = make_routing(
         world,
@@ -237,7 +249,7 @@ def _heaviest(problem: MoEProblem, routing: str, seed: int) -> tuple[npt.NDArray
         experts,
         problem.topk,
         law=law,
-        exponent=float(exponent or 0.5),
+        exponent=power,
         seed=seed,
     )
     counts = drawn.counts(experts).reshape(world, world, experts // world)

@@ -58,11 +58,12 @@ inline TakenSlot take_slot(char const* op, Workspace const& workspace, int64_t n
 
   uint32_t const bit = 1u << slot;
   uint32_t const held = __atomic_fetch_or(&channel->held, bit, __ATOMIC_ACQ_REL);
-  XS_CHECK((held & bit) == 0, "xstage.", op, ": output slots: all usable slots are taken: slot ",
-           slot, " of ", num_slots, " still holds the result of ", size, " calls ago (channel ",
-           workspace.channel, ", ", __builtin_popcount(held), " of ", num_slots,
-           " slots hold live results); drop results before the next call, pass out=, or ask for "
-           "more slots");
+  XS_CHECK((held & bit) == 0, "xstage.", op, ": output slots: calls take turns through ", size,
+           ", and the one whose turn it is still holds the result of ", size,
+           " calls ago (channel ", workspace.channel, ", ", __builtin_popcount(held), " of ",
+           num_slots,
+           " slots hold live results); drop results before the next call, pass out=, or "
+           "ask for more slots");
   *taken += 1;
   uint32_t const ring = ((1u << size) - 1) << first;
   return {slot, (ring & ~held) | bit, std::make_shared<SlotHold>(channel, slot)};

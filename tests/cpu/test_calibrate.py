@@ -57,6 +57,10 @@ def burst_row(kind: str, point: Point, both: bool = False) -> Row:
     row["gap_seen_us"] = point.gap_us
     if point.gap_us == 0.0:
         row["shares"] = [0.8] * 8 + [1.0] + [1.2] * 8
+        # Ahead of the drain by Q where the drain is what limits.
+        ahead = Q(point.mechanism, K) if drain > base else 0.0
+        times = np.geomspace(T + 1.0, 500.0, 24)
+        row["accepted"] = [(float(t), round(ahead + V / period * t)) for t in times]
     return row
 
 
@@ -209,7 +213,10 @@ def test_a_query_far_outside_is_flagged(calibration: calibrate.Calibration) -> N
 def test_a_file_of_something_else_is_refused(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "x.json"
     path.write_text('{"rows": []}')
-    with pytest.raises(CalibrationError, match="expected a file of `xstage calibrate`"):
+    with pytest.raises(CalibrationError, match="calibration.json file of `xstage calibrate`"):
+        calibrate.refit(path, tmp_path / "y.json")
+    path.write_text("no JSON")
+    with pytest.raises(CalibrationError, match="got something else"):
         calibrate.refit(path, tmp_path / "y.json")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 import subprocess
@@ -12,6 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from xstage_ext import _plan_report, cli, machine
+from xstage_ext.errors import CalibrationError
 from xstage_ext.model import BurstGap
 from xstage_ext.planner.choose import choose
 from xstage_ext.planner.problem import MoEProblem
@@ -71,6 +73,24 @@ def test_plan_report_states_the_law():
         assert burst.completion_coupled_us >= burst.T_iss_us
 
 
+def test_plan_report_compares_ranking_and_simulator():
+    problem = MoEProblem(
+        world=2, num_experts=32, topk=4, hidden=2048, intermediate=768, max_tokens=2048
+    )
+    report = _plan_report.plan_report(problem, PROFILE)
+    assert f"* {report.decision.family} " in report.text()
+    times = dict(report.alternatives)
+    rest = max(times, key=times.get)
+    for fastest in (report.decision.family, rest):
+        altered = dict.fromkeys(times, 300.0) | {fastest: 270.0}
+        altered = dataclasses.replace(report, alternatives=tuple(altered.items()))
+        if fastest == report.decision.family:
+            assert altered.second_opinion() == "The simulator would choose alike."
+        else:
+            assert f"would take {fastest}, 10.0% less" in altered.second_opinion()
+            assert altered.second_opinion() in altered.text()
+
+
 def test_plan_attention():
     shape = ["16/4", "--head-dim", "128", "--sequence", "4096", "--world", "2"]
     assert "Predicted us" in run("plan", "attention", *shape)
@@ -109,6 +129,38 @@ def test_errors_are_one_line():
     assert result.returncode == 1
     assert result.stderr.startswith("error: xstage.MoEProblem: num_experts: expected a multiple")
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["simulate", *MOE, "--routing", "zipf:x"], "expected a number behind zipf:"),
+        (["simulate", *MOE, "--routing", "even"], "routing: expected one of"),
+        (["explain", "--producers", "0"], "--producers"),
+        (["explain", "--bytes", "0"], "--bytes"),
+        (["explain", "--remote-share", "3"], "--remote-share"),
+        (["explain", "--gap", "-1"], "--gap"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, expected, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    result = CliRunner().invoke(cli.app, arguments)
+    assert result.exit_code == 2
+    assert expected in result.output and isinstance(result.exception, SystemExit)
+
+
+def test_calibrations_that_do_not_exist_are_named(tmp_path):
+    path = tmp_path / "nosuch.json"
+    result = CliRunner().invoke(cli.app, ["calibrate", "--refit", str(path)])
+    assert isinstance(result.exception, CalibrationError)
+    assert str(result.exception).startswith(f"{path}: expected a .calibration.json file")
+    assert "No such file" in str(result.exception)
+
+
+def test_bench_of_ranks_says_how_to_start(monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    result = CliRunner().invoke(cli.app, ["bench", "bench_handshake"])
+    assert "torchrun --nproc-per-node 2 benchmarks/bench_handshake.py" in str(result.exception)
 
 
 def test_bench_refuses_unknown_names():

@@ -87,7 +87,7 @@ def test_the_ranking_follows_its_weights(monkeypatch: pytest.MonkeyPatch) -> Non
     decision = choose(bound_by_arithmetic, PROFILE)
     assert decision.expected[0][0] == "wave st 64"
     assert dict(decision.expected)["inter paced 48"] == pytest.approx(math.exp(0.09))
-    assert "wave with st stores should be 9.4% faster than the best interleaved" in decision.reason
+    assert "wave with st stores takes 9.4% less than the best interleaved" in decision.reason
     alone = dataclasses.replace(LARGE, world=1, num_experts=16, max_tokens=4100)
     assert choose(alone, PROFILE).expected[0][0] == AT_HOME
 
@@ -120,6 +120,11 @@ def test_less_memory_on_request() -> None:
     usual, small = choose(LARGE, PROFILE), choose(LARGE, PROFILE, ring_bytes=50_000_000)
     # Staged tokens and returned rows are 336 MB, whatever the rings.
     assert 336_000_000 < small.bytes < 410_000_000 < usual.bytes < 480_000_000
+
+
+def test_unknown_layouts_of_weights_are_refused() -> None:
+    with pytest.raises(PlanError, match="weight_layout: expected one of gate_up, .*, got foo"):
+        dataclasses.replace(LARGE, weight_layout="foo")
 
 
 def test_overrides_are_taken() -> None:

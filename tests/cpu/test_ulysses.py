@@ -161,6 +161,19 @@ def test_any_head_size_on_the_cpu(head_dim: int) -> None:
     module.close()
 
 
+def test_closed_modules_refuse_calls_until_prepared_again() -> None:
+    q, k, v = operands()
+    module = small()
+    module(q, k, v)
+    module.close()
+    with pytest.raises(WorkspaceError, match="ulysses: it is closed"):
+        module(q, k, v)
+    module.prepare(66, batch=2)
+    expected, _ = reference.attention(q, k, v)
+    torch.testing.assert_close(module(q, k, v).float(), expected, **CLOSE)
+    module.close()
+
+
 def test_out_and_lse() -> None:
     q, k, v = operands()
     module = small()

@@ -67,6 +67,8 @@ class Decision:
     ----------
     action : str
         "wave" or "interleaved".
+    family : str
+        Which of `ranking.FAMILIES` the plan belongs to, overrides aside.
     plan : MegaMoePlan
         What the ops take (`plan.words()`).
     reason : str
@@ -82,6 +84,7 @@ class Decision:
     """
 
     action: str
+    family: str
     plan: MegaMoePlan
     reason: str
     expected: tuple[tuple[str, float], ...]
@@ -183,6 +186,7 @@ def _decide(
     least = floors(problem, profile)
     return Decision(
         action=SCHEDULES[plan.schedule],
+        family=family,
         plan=plan,
         reason=_reason(family, told, least, plan),
         expected=tuple(told.items()),
@@ -201,8 +205,8 @@ def _reason(family: str, told: Mapping[str, float], least: Floors, plan: MegaMoe
     text = f"{least.binding} sets the floor ({least.us:.0f} us)"
     if plan.schedule != schedule:
         return f"{text}; the schedule is given"
-    text += f"; {SCHEDULES[schedule]} with {STORES[plan.store]} stores should be {abs(gain):.1%} "
-    text += f"{'faster' if gain >= 0 else 'slower'} than the best {other}"
+    text += f"; by measurements of like layers, {SCHEDULES[schedule]} with {STORES[plan.store]} "
+    text += f"stores takes {abs(gain):.1%} {'less' if gain >= 0 else 'more'} than the best {other}"
     if plan.schedule == 1:
         text += f"; Linear-1 leads by {plan.lead_blocks} m-blocks"
     return text

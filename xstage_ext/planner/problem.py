@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import PlanError
+from .megamoe import WEIGHT_LAYOUTS
 
 _BF16 = 2
 _MULTIPLE = 64
@@ -88,6 +89,9 @@ class MoEProblem:
             return f"tokens: expected 0 to max_tokens ({self.max_tokens}), got {self.tokens}"
         if self.remote_share is not None and not 0.0 <= self.remote_share <= 1.0:
             return f"remote_share: expected 0 to 1, got {self.remote_share}"
+        if self.weight_layout not in WEIGHT_LAYOUTS:
+            known = ", ".join(WEIGHT_LAYOUTS)
+            return f"weight_layout: expected one of {known}, got {self.weight_layout}"
         return None
 
     @property
