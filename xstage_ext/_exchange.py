@@ -59,7 +59,8 @@ class Exchange:
         PeerTimeout
             Naming the ranks that did not come, and `what` they were awaited for.
         PeerError
-            When the store itself is gone, as when the rank that serves it died.
+            When a rank that is missing has closed, or when the store itself is gone, as when the
+            rank that serves it died.
         """
         if self._store is None:
             return [value]
@@ -80,11 +81,18 @@ class Exchange:
 
     def post_reason(self, reason: str) -> None:
         """Leave a text that peers can read after this rank failed. Never raises."""
+        self._post("reason", reason)
+
+    def post_closed(self) -> None:
+        """Tell peers that this rank comes to no further exchange. Never raises."""
+        self._post("closed", "1")
+
+    def _post(self, what: str, text: str) -> None:
         if self._store is None:
             return
         try:
-            self._store.set(f"reason/{self.rank}", reason)
-        except Exception:  # noqa: BLE001 - the store may be gone; the failure is told otherwise too
+            self._store.set(f"{what}/{self.rank}", text)
+        except Exception:  # noqa: BLE001 - the store may be gone; peers are told otherwise too
             return
 
     def reason_of(self, rank: int) -> str | None:
@@ -115,6 +123,7 @@ class Exchange:
             missing = [r for r in missing if not self._store.check([keys[r]])]
             if not missing:
                 return
+            self._expect_open(keys, missing, what)
             left = deadline - time.monotonic()
             if left <= 0:
                 raise PeerTimeout(
@@ -124,6 +133,20 @@ class Exchange:
             # Polling: the store's own wait prints a warning whenever it is interrupted.
             time.sleep(min(pause, left))
             pause = min(pause * 1.5, 0.02)
+
+    def _expect_open(self, keys: list[str], missing: list[int], what: str) -> None:
+        """Raise PeerError if a rank whose key is missing has closed: it never comes."""
+        assert self._store is not None
+        for rank in missing:
+            # It may have come and closed since its key was looked for.
+            if not self._store.check([f"closed/{rank}"]) or self._store.check([keys[rank]]):
+                continue
+            reason = self.reason_of(rank)
+            raise PeerError(
+                f"rank {self.rank} of {self.world} needs rank {rank} in {what}, but rank {rank} "
+                f"has closed its workspace{f': {reason}' if reason else ''}; make a new one on "
+                "all ranks"
+            )
 
 
 class _store_errors:  # noqa: N801 - reads as a statement

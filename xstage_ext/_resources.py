@@ -114,6 +114,7 @@ class Resources:
         if self.closed or os.getpid() != self._pid:
             return
         self.closed = True
+        self.exchange.post_closed()
         if self.capturing():
             _KEPT.append(self)  # freeing would break the capture
             return

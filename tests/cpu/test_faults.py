@@ -139,3 +139,17 @@ def test_closed_workspace() -> None:
     for outcome in launch("closed", 2):
         assert outcome.facts["error"] == "WorkspaceError"
         assert "it is closed" in outcome.facts["text"]
+
+
+@pytest.mark.parametrize("how", ["close", "del", "exit"])
+@pytest.mark.parametrize(("world", "victim"), [(2, 1), (3, 0)])
+def test_calls_after_a_peer_has_closed_say_so_at_once(world: int, victim: int, how: str) -> None:
+    outcomes = launch("peer_closed", world, victim=victim, how=how)
+    for outcome in survivors(outcomes, victim):
+        assert outcome.code == 0, str(outcome)
+        for what in ("call", "next call", "reset", "channel", "agree"):
+            text = outcome.facts[what]
+            assert text.startswith("PeerError: "), str(outcome)
+            assert f"rank {victim} has closed its workspace" in text, str(outcome)
+            assert outcome.facts[f"{what} seconds"] < 2.0, str(outcome)
+    assert_nothing_left()

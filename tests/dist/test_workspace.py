@@ -191,6 +191,14 @@ def test_exception_on_one_rank(group: tuple[int, int]) -> None:
         assert "rank 1 gave up on a call: ValueError: no such layer" in survivor.facts["text"]
 
 
+def test_calls_after_a_peer_has_closed_say_so_at_once(group: tuple[int, int]) -> None:
+    tasks = [{"scenario": "peer_closed", "victim": 1, "how": how} for how in ("close", "exit")]
+    for survivor, _ in from_rank_0(group, *tasks):
+        for what in ("call", "next call", "reset", "channel", "agree"):
+            assert "rank 1 has closed its workspace" in survivor.facts[what], str(survivor)
+            assert survivor.facts[f"{what} seconds"] < 5.0, str(survivor)
+
+
 def test_late_rank_and_recovery(group: tuple[int, int]) -> None:
     for outcomes in from_rank_0(group, {"scenario": "late", "timeout_ms": 1000}):
         for outcome, error in zip(outcomes, ["PeerTimeout", "PeerError"], strict=True):

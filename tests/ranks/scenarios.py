@@ -363,6 +363,40 @@ def closed(place: Place) -> None:
     reported(lambda: lease.words())
 
 
+def peer_closed(place: Place, victim: int, how: str) -> None:
+    """One rank closes; whatever the others ask of it afterwards says so at once."""
+    workspace = place.workspace(timeout_ms=20_000)
+    lease = workspace.channel("h", 1 << 16)
+    exchange(lease, 0)
+    if place.rank == victim:
+        if how == "close":
+            workspace.close()
+        elif how == "del":
+            del workspace, lease
+            gc.collect()
+        place.store.set("victim closed", "1")
+        if how == "exit":
+            return
+        time.sleep(2.0)
+        return
+    place.store.wait(["victim closed"])
+    asked = {
+        "call": lambda: exchange(lease, 1),
+        "next call": lambda: exchange(lease, 2),
+        "reset": workspace.reset,
+        "channel": lambda: workspace.channel("g", 1 << 10),
+        "agree": lambda: workspace.agree("anything"),
+    }
+    for name, ask in asked.items():
+        started = time.monotonic()
+        try:
+            ask()
+        except XStageError as error:
+            text = f"{type(error).__name__}: {error}"
+            report(**{name: text, f"{name} seconds": time.monotonic() - started})
+    workspace.close()
+
+
 def play(task: dict[str, Any]) -> None:
     """One rank of a task that `launch` wrote."""
     device = torch.device(task["device"])
