@@ -53,7 +53,30 @@ __device__ __forceinline__ void swiglu(float (&gate)[kCount], float const (&up)[
 }
 
 // acc: this thread's part of 64 x 256; element 4 * j + 2 * h + c is column 8 * j + 2 * (lane % 4) +
-// c of row lane / 4 + 8 * h of the warp's 16.
+// c of row lane / 4 + 8 * h of the warp's 16. Half h of the rows and half j of the columns become
+// activations, in staging at `address`.
+template <class Acc>
+__device__ __forceinline__ void stage_activations(Acc const& acc, int h, int j, float clamp,
+                                                  uint32_t address) {
+  float gate[16], up[16];
+#pragma unroll
+  for (int q = 0; q < 8; ++q) {
+    int const i = 4 * (8 * j + q) + 2 * h;
+    gate[2 * q] = acc(i), gate[2 * q + 1] = acc(i + 1);
+    up[2 * q] = acc(i + 64), up[2 * q + 1] = acc(i + 65);
+  }
+  swiglu(gate, up, clamp);
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+    uint32_t pairs[4];
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      pairs[q] = pack_bf16(gate[8 * m + 2 * q], gate[8 * m + 2 * q + 1]);
+    }
+    store_matrices(address + m * 64, pairs);
+  }
+}
+
 template <class Acc>
 __device__ __forceinline__ void store_linear1(MegaMoeParams const& params, CallState const& call,
                                               TileWork const& work, Acc const& acc,
@@ -72,23 +95,7 @@ __device__ __forceinline__ void store_linear1(MegaMoeParams const& params, CallS
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        float gate[16], up[16];
-#pragma unroll
-        for (int q = 0; q < 8; ++q) {
-          int const i = 4 * (8 * j + q) + 2 * h;
-          gate[2 * q] = acc(i), gate[2 * q + 1] = acc(i + 1);
-          up[2 * q] = acc(i + 64), up[2 * q + 1] = acc(i + 65);
-        }
-        swiglu(gate, up, params.clamp);
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-          uint32_t pairs[4];
-#pragma unroll
-          for (int q = 0; q < 4; ++q) {
-            pairs[q] = pack_bf16(gate[8 * m + 2 * q], gate[8 * m + 2 * q + 1]);
-          }
-          store_matrices(address + h * 256 + (2 * j + m) * 64, pairs);
-        }
+        stage_activations(acc, h, j, params.clamp, address + h * 256 + j * 128);
       }
     }
     __syncwarp();

@@ -68,23 +68,24 @@ __device__ __forceinline__ void compute_tiles(MegaMoeParams const& params, CallS
   Tensor acc = partition_fragment_C(mma, Shape<Int<64>, Int<Traits::kBlockN>>{});  // (MMA,1,1)
   Outbox outbox;
   outbox.init(shared.staging[threadIdx.x / 32 - 4]);
-  PipelineState pipe;
-  bool alive = true;
+  StageReader reader;
   int const group = threadIdx.x / 128 - 1;
   Tracer<kTrace> tracer({params.trace, params.trace_records}, blockIdx.x,
                         group == 0 ? TraceTrack::kMath0 : TraceTrack::kMath1,
                         threadIdx.x % 128 == 0);
   for (int turn = 0;; ++turn) {
-    int64_t waited = 0;
-    wait_full<kTrace>(params, shared, pipe, outbox, alive, waited);
+    wait_full<kTrace>(params, shared, reader, outbox);
+    int64_t const waited = reader.waited;
+    reader.waited = 0;
     uint64_t const start_ns = Tracer<kTrace>::now();
     int64_t const start = Tracer<kTrace>::cycles();
-    alive = warpgroup_all(alive);  // the four warps of a matrix instruction leave together
+    reader.alive =
+        warpgroup_all(reader.alive);  // the four warps of a matrix instruction leave together
     TileWork const& entry = shared.tiles[turn % Traits::kTileQueue];
     // From one lane, so that the branches around matrix instructions are uniform.
     TileWork work;
     work.phase = static_cast<TilePhase>(uniform(static_cast<int32_t>(entry.phase)));
-    work.num_k = uniform(alive ? entry.num_k : 0);
+    work.num_k = uniform(reader.alive ? entry.num_k : 0);
     work.block = uniform(entry.block);
     work.rows = uniform(entry.rows);
     work.n = uniform(entry.n);
@@ -92,18 +93,18 @@ __device__ __forceinline__ void compute_tiles(MegaMoeParams const& params, CallS
     work.ring_row = uniform(entry.ring_row);
     if (work.num_k == 0) break;
     int32_t const first_row = uniform(group) * 64;
-    int64_t waited_k = 0;
     uint32_t const origin = load_origin(params, work);
     if (work.phase != TilePhase::kNone && first_row < work.rows) {
-      multiply_tile<kTrace>(params, shared, pipe, work.num_k, mma, acc, outbox, alive, waited_k);
+      multiply_tile<kTrace>(params, shared, reader, work.num_k, mma, acc, outbox);
     } else {
-      skip_tile<kTrace>(params, shared, pipe, work.num_k, outbox, alive, waited_k);
+      skip_tile<kTrace>(params, shared, reader, work.num_k, outbox);
     }
     int64_t const epilogue = Tracer<kTrace>::cycles();
     if (work.phase == TilePhase::kLinear1) store_linear1(params, call, work, acc, outbox);
     if (work.phase == TilePhase::kLinear2) store_linear2(params, call, work, origin, acc, outbox);
-    tracer.add(TraceKind::kTile, trace_tile(work), start_ns, waited, waited_k,
+    tracer.add(TraceKind::kTile, trace_tile(work), start_ns, waited, reader.waited,
                Tracer<kTrace>::cycles() - epilogue, Tracer<kTrace>::cycles() - start);
+    reader.waited = 0;
   }
   outbox.drain();
   bulk_wait<0>();

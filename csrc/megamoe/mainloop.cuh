@@ -221,21 +221,27 @@ __device__ __forceinline__ void load_tiles(MegaMoeParams const& params, MegaMoeS
   }
 }
 
+// Where a math warp stands in the ring of stages.
+struct StageReader {
+  PipelineState pipe;
+  bool alive = true;   // false: the call was aborted
+  int64_t waited = 0;  // cycles, in the trace build
+};
+
 // Waits for a filled stage. When the call is aborted `alive` turns false and stages count as
 // filled: the math warps then run through, without branches around their matrix instructions.
 template <bool kTrace>
 __device__ __forceinline__ void wait_full(MegaMoeParams const& params, MegaMoeShared& shared,
-                                          PipelineState const& pipe, Outbox& outbox, bool& alive,
-                                          int64_t& waited) {
-  if (mbarrier_test_wait(&shared.full[pipe.stage], pipe.phase)) return;
-  waited -= Tracer<kTrace>::cycles();
+                                          StageReader& reader, Outbox& outbox) {
+  uint64_t* const full = &shared.full[reader.pipe.stage];
+  if (mbarrier_test_wait(full, reader.pipe.phase)) return;
+  reader.waited -= Tracer<kTrace>::cycles();
   // Never block while others may wait for what this warp has finished.
   outbox.publish();
-  for (uint32_t polls = 1; alive && !mbarrier_try_wait(&shared.full[pipe.stage], pipe.phase);
-       ++polls) {
-    if (polls % 64 == 0) alive = !aborted(params.workspace);
+  for (uint32_t polls = 1; reader.alive && !mbarrier_try_wait(full, reader.pipe.phase); ++polls) {
+    if (polls % 64 == 0) reader.alive = !aborted(params.workspace);
   }
-  waited += Tracer<kTrace>::cycles();
+  reader.waited += Tracer<kTrace>::cycles();
 }
 
 // Tells both loaders of the cluster that this warp has read a stage.
@@ -247,8 +253,8 @@ __device__ __forceinline__ void release_stage(MegaMoeShared& shared, int stage) 
 // acc = A * B^T over num_k stages; stage 0 is filled already.
 template <bool kTrace, class Mma, class Acc>
 __device__ __forceinline__ void multiply_tile(MegaMoeParams const& params, MegaMoeShared& shared,
-                                              PipelineState& pipe, int num_k, Mma& mma, Acc& acc,
-                                              Outbox& outbox, bool& alive, int64_t& waited) {
+                                              StageReader& reader, int num_k, Mma& mma, Acc& acc,
+                                              Outbox& outbox) {
   using namespace cute;
   using Traits = MegaMoeTraits;
   using Element = cutlass::bfloat16_t;
@@ -260,9 +266,9 @@ __device__ __forceinline__ void multiply_tile(MegaMoeParams const& params, MegaM
   auto thread_mma = mma.get_thread_slice(threadIdx.x % 128);
   int previous = 0;
   mma.accumulate_ = GMMA::ScaleOut::Zero;
-  for (int k = 0; k < num_k; ++k, pipe.advance()) {
-    if (k > 0) wait_full<kTrace>(params, shared, pipe, outbox, alive, waited);
-    MegaMoeShared::Stage& stage = shared.stages[pipe.stage];
+  for (int k = 0; k < num_k; ++k, reader.pipe.advance()) {
+    if (k > 0) wait_full<kTrace>(params, shared, reader, outbox);
+    MegaMoeShared::Stage& stage = shared.stages[reader.pipe.stage];
     Tensor sA = make_tensor(make_smem_ptr(stage.a + group * 64 * Traits::kBlockK),
                             layout_a);                          // (WG_M,BLK_K)
     Tensor sB = make_tensor(make_smem_ptr(stage.b), layout_b);  // (BLK_N,BLK_K)
@@ -278,7 +284,7 @@ __device__ __forceinline__ void multiply_tile(MegaMoeParams const& params, MegaM
     warpgroup_wait<1>();
     // The stage before this one has been read.
     if (k > 0) release_stage(shared, previous);
-    previous = pipe.stage;
+    previous = reader.pipe.stage;
     outbox.step(params.plan);
   }
   warpgroup_wait<0>();
@@ -288,11 +294,10 @@ __device__ __forceinline__ void multiply_tile(MegaMoeParams const& params, MegaM
 // Keeps step with the partner, or with the other warpgroup, where this one has no rows.
 template <bool kTrace>
 __device__ __forceinline__ void skip_tile(MegaMoeParams const& params, MegaMoeShared& shared,
-                                          PipelineState& pipe, int num_k, Outbox& outbox,
-                                          bool& alive, int64_t& waited) {
-  for (int k = 0; k < num_k; ++k, pipe.advance()) {
-    if (k > 0) wait_full<kTrace>(params, shared, pipe, outbox, alive, waited);
-    release_stage(shared, pipe.stage);
+                                          StageReader& reader, int num_k, Outbox& outbox) {
+  for (int k = 0; k < num_k; ++k, reader.pipe.advance()) {
+    if (k > 0) wait_full<kTrace>(params, shared, reader, outbox);
+    release_stage(shared, reader.pipe.stage);
     outbox.step(params.plan);
   }
 }
