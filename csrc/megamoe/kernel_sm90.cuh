@@ -79,8 +79,8 @@ __device__ __forceinline__ void compute_tiles(MegaMoeParams const& params, CallS
     reader.waited = 0;
     uint64_t const start_ns = Tracer<kTrace>::now();
     int64_t const start = Tracer<kTrace>::cycles();
-    reader.alive =
-        warpgroup_all(reader.alive);  // the four warps of a matrix instruction leave together
+    // The four warps of a matrix instruction leave together.
+    reader.alive = warpgroup_all(reader.alive);
     TileWork const& entry = shared.tiles[turn % Traits::kTileQueue];
     // From one lane, so that the branches around matrix instructions are uniform.
     TileWork work;
