@@ -129,14 +129,14 @@ def test_watcher_reports_in_one_line() -> None:
     ],
 )
 def test_six_exits(how: str) -> None:
-    outcomes = launch("leave", 2, how=how, limit_s=45, fresh=True)
+    outcomes = launch("ends.leave", 2, how=how, limit_s=45, fresh=True)
     expected = [7, 1] if how == "exception on rank 1" else [0, 0]
     assert [outcome.code for outcome in outcomes] == expected, "\n".join(map(str, outcomes))
     assert_nothing_left()
 
 
 def test_closed_workspace() -> None:
-    for outcome in launch("closed", 2):
+    for outcome in launch("ends.closed", 2):
         assert outcome.facts["error"] == "WorkspaceError"
         assert "it is closed" in outcome.facts["text"]
 
@@ -144,7 +144,7 @@ def test_closed_workspace() -> None:
 @pytest.mark.parametrize("how", ["close", "del", "exit"])
 @pytest.mark.parametrize(("world", "victim"), [(2, 1), (3, 0)])
 def test_calls_after_a_peer_has_closed_say_so_at_once(world: int, victim: int, how: str) -> None:
-    outcomes = launch("peer_closed", world, victim=victim, how=how)
+    outcomes = launch("ends.peer_closed", world, victim=victim, how=how)
     for outcome in survivors(outcomes, victim):
         assert outcome.code == 0, str(outcome)
         for what in ("call", "next call", "reset", "channel", "agree"):

@@ -192,7 +192,7 @@ def test_exception_on_one_rank(group: tuple[int, int]) -> None:
 
 
 def test_calls_after_a_peer_has_closed_say_so_at_once(group: tuple[int, int]) -> None:
-    tasks = [{"scenario": "peer_closed", "victim": 1, "how": how} for how in ("close", "exit")]
+    tasks = [{"scenario": "ends.peer_closed", "victim": 1, "how": how} for how in ("close", "exit")]
     for survivor, _ in from_rank_0(group, *tasks):
         for what in ("call", "next call", "reset", "channel", "agree"):
             assert "rank 1 has closed its workspace" in survivor.facts[what], str(survivor)
@@ -215,7 +215,7 @@ def test_six_exits(group: tuple[int, int]) -> None:
         "exception on rank 1",
         "del on rank 0",
     ]
-    ended = from_rank_0(group, *({"scenario": "leave", "how": how} for how in hows))
+    ended = from_rank_0(group, *({"scenario": "ends.leave", "how": how} for how in hows))
     for how, outcomes in zip(hows, ended, strict=False):
         codes = [7, 1] if how == "exception on rank 1" else [0, 0]
         assert [outcome.code for outcome in outcomes] == codes, "\n".join(map(str, outcomes))
