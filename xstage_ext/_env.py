@@ -12,6 +12,7 @@ VARIABLES: dict[str, str] = {
     "XSTAGE_TIMEOUT_MS": "deadline of device waits in milliseconds; 0 waits for ever",
     "XSTAGE_SETUP_TIMEOUT_MS": "deadline of collective set-up steps in milliseconds",
     "XSTAGE_PROFILE": "machine profile (JSON) to use instead of the bundled one",
+    "XSTAGE_PLANS": "table of plans timed on this machine, written by `xstage tune`",
 }
 
 

@@ -56,8 +56,15 @@ class MoETensors:
     w13: torch.Tensor
     w2: torch.Tensor
 
+    @property
+    def all(self) -> tuple[torch.Tensor, ...]:
+        """In the order of the op's arguments."""
+        return self.x, self.topk_idx, self.topk_weights, self.w13, self.w2
+
     @classmethod
-    def random(cls, problem: MoEProblem, rank: int) -> MoETensors:
+    def random(
+        cls, problem: MoEProblem, rank: int, device: torch.device | str = "cuda"
+    ) -> MoETensors:
         """Normal data and balanced routing, alike on all ranks that ask with the same problem."""
         routing = make_routing(
             problem.world,
@@ -67,17 +74,17 @@ class MoETensors:
             remote_share=problem.remote_share,
             seed=1,
         )
-        generator = torch.Generator("cuda").manual_seed(rank)
+        generator = torch.Generator(device).manual_seed(rank)
 
         def normal(*sizes: int, scale: float = 1.0) -> torch.Tensor:
-            values = torch.randn(*sizes, generator=generator, device="cuda", dtype=torch.bfloat16)
+            values = torch.randn(*sizes, generator=generator, device=device, dtype=torch.bfloat16)
             return values.mul_(scale)
 
         experts, hidden, inner = problem.experts_per_rank, problem.hidden, problem.intermediate
         return cls(
             normal(problem.max_tokens, hidden),
-            torch.from_numpy(routing.topk_idx[rank]).int().cuda(),
-            torch.from_numpy(routing.topk_weights[rank]).cuda(),
+            torch.from_numpy(routing.topk_idx[rank]).int().to(device),
+            torch.from_numpy(routing.topk_weights[rank]).to(device),
             normal(experts, 2 * inner, hidden, scale=hidden**-0.5),
             normal(experts, hidden, inner, scale=inner**-0.5),
         )

@@ -10,14 +10,13 @@ import runpy
 import sys
 from typing import Annotated, Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from . import _binary, _env, machine, simulate
+from ._cli_words import SHAPE_HELP, heaviest_rank, moe_problem
 from ._plan_report import draw_timeline, plan_report
 from .errors import XStageError
 from .model import BurstGap, Regime, burst_shadow
@@ -25,8 +24,6 @@ from .planner import attention_choice
 from .planner.attention import even_split
 from .planner.choose import choose
 from .planner.megamoe import SCHEDULES, STORES
-from .planner.problem import MoEProblem
-from .testing import LAWS, make_routing
 from .version import __version__
 
 app = typer.Typer(
@@ -40,7 +37,6 @@ plan_app = typer.Typer(
 app.add_typer(plan_app, name="plan")
 console = Console()
 
-SHAPE_HELP = "hidden x intermediate x experts x topk, e.g. 4096x1536x192x8"
 Profile = Annotated[str | None, typer.Option(help="Name or JSON file of a machine profile.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Picture = Annotated[pathlib.Path | None, typer.Option(help="Write a picture (PNG).")]
@@ -51,25 +47,6 @@ def _profile(name: str | None) -> machine.MachineProfile:
     if name is not None:
         return machine.load(name)
     return machine.load_here()
-
-
-def _moe_problem(
-    shape: str, tokens: int, world: int, remote_share: float | None = None
-) -> MoEProblem:
-    """From `hidden x intermediate x experts x topk`."""
-    try:
-        hidden, intermediate, experts, topk = (int(word) for word in shape.lower().split("x"))
-    except ValueError:
-        raise typer.BadParameter(f"shape: expected {SHAPE_HELP}, got {shape}") from None
-    return MoEProblem(
-        world=world,
-        num_experts=experts,
-        topk=topk,
-        hidden=hidden,
-        intermediate=intermediate,
-        max_tokens=tokens,
-        remote_share=remote_share,
-    )
 
 
 def _print_json(value: Any) -> None:
@@ -87,7 +64,7 @@ def plan_moe(
     picture: Picture = None,
 ) -> None:
     """Plan a mixture-of-experts layer."""
-    problem = _moe_problem(shape, tokens, world, remote_share)
+    problem = moe_problem(shape, tokens, world, remote_share)
     report = plan_report(problem, _profile(profile))
     if as_json:
         _print_json(report.as_dict())
@@ -207,8 +184,8 @@ def simulate_command(
 ) -> None:
     """Simulate every schedule and way to store for a layer; all figures are predictions."""
     used = _profile(profile)
-    problem = _moe_problem(shape, tokens, world)
-    counts, rank = _heaviest(problem, routing, seed)
+    problem = moe_problem(shape, tokens, world)
+    counts, rank = heaviest_rank(problem, routing, seed)
     rows = []
     for schedule, schedule_name in enumerate(SCHEDULES):
         for store, store_name in enumerate(STORES):
@@ -229,32 +206,6 @@ def simulate_command(
     for row in rows:
         table.add_row(*(f"{v:.1f}" if isinstance(v, float) else str(v) for v in row.values()))
     console.print(table)
-
-
-def _heaviest(problem: MoEProblem, routing: str, seed: int) -> tuple[npt.NDArray[np.int64], int]:
-    """Rows by [source, expert] of the rank with most rows, and that rank."""
-    law, _, exponent = routing.partition(":")
-    if law not in LAWS:
-        raise typer.BadParameter(f"routing: expected one of {', '.join(LAWS)}, got {law}")
-    try:
-        power = float(exponent or 0.5)
-    except ValueError:
-        raise typer.BadParameter(
-            f"routing: expected a number behind {law}:, e.g. {law}:0.5, got {exponent}"
-        ) from None
-    world, experts = problem.world, problem.num_experts
-    drawn = make_routing(
-        world,
-        problem.load,
-        experts,
-        problem.topk,
-        law=law,
-        exponent=power,
-        seed=seed,
-    )
-    counts = drawn.counts(experts).reshape(world, world, experts // world)
-    rank = int(counts.sum(axis=(0, 2)).argmax())
-    return counts[:, rank], rank
 
 
 @app.command()
@@ -349,10 +300,38 @@ def trace(
     if not torch.cuda.is_available():
         raise typer.BadParameter("trace needs a GPU; `xstage plan moe` predicts without one")
     with ranks() as (rank, world):
-        problem = _moe_problem(shape, tokens, world, remote_share)
+        problem = moe_problem(shape, tokens, world, remote_share)
         text = report(problem, _profile(profile), rank, out)
         if rank == 0:
             typer.echo(text)
+
+
+@app.command()
+def tune(
+    shape: Annotated[str, typer.Argument(help=SHAPE_HELP)],
+    tokens: Annotated[int, typer.Option(help="Tokens per rank and call.")],
+    out: Annotated[
+        pathlib.Path, typer.Option(help="Table to write or to add to; XSTAGE_PLANS names it.")
+    ] = pathlib.Path("plans.json"),
+    remote_share: Annotated[float | None, typer.Option(help="Rows that cross the link.")] = None,
+    pairs: Annotated[int, typer.Option(min=1, help="Samples per plan.")] = 20,
+    profile: Profile = None,
+) -> None:
+    """Time the planner's plans for a layer on this GPU, or between GPUs under torchrun."""
+    from . import _tune_moe
+    from ._trace_moe import MoETensors, ranks
+    from .planner import measured
+
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("tune needs a GPU; `xstage plan moe` ranks plans without one")
+    with ranks() as (rank, world):
+        problem, used = moe_problem(shape, tokens, world, remote_share), _profile(profile)
+        tensors = MoETensors.random(problem, rank)
+        entry = _tune_moe.tune(problem, used, tensors, pairs=pairs)
+        if rank == 0:
+            measured.add(out, entry)
+            typer.echo(_tune_moe.text(problem, used, entry))
+            typer.echo(f"table {out}; calls use it with XSTAGE_PLANS={out}", err=True)
 
 
 @app.command()

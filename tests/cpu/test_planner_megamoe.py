@@ -87,7 +87,7 @@ def test_the_ranking_follows_its_weights(monkeypatch: pytest.MonkeyPatch) -> Non
     decision = choose(bound_by_arithmetic, PROFILE)
     assert decision.expected[0][0] == "wave st 64"
     assert dict(decision.expected)["inter paced 48"] == pytest.approx(math.exp(0.09))
-    assert "wave with st stores takes 9.4% less than the best interleaved" in decision.reason
+    assert "wave with st stores takes 8.6% less than the best interleaved" in decision.reason
     alone = dataclasses.replace(LARGE, world=1, num_experts=16, max_tokens=4100)
     assert choose(alone, PROFILE).expected[0][0] == AT_HOME
 

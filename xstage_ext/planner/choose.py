@@ -15,7 +15,7 @@ import torch
 from .. import _env, machine
 from ..errors import PlanError, ProfileError
 from ..simulate import simulate_megamoe
-from . import ranking
+from . import measured, ranking
 from .megamoe import SCHEDULES, STORES, WEIGHT_LAYOUTS, MegaMoePlan
 from .problem import MoEProblem
 
@@ -126,6 +126,9 @@ def choose(
 ) -> Decision:
     """Decide schedule, lead, ring sizes and the way to store; under a millisecond, then cached.
 
+    Families of plans are ranked by what was timed on this machine where XSTAGE_PLANS names a table
+    that holds the layer (`measured.py`), else by the ranking that the package ships.
+
     Parameters
     ----------
     problem : MoEProblem
@@ -140,12 +143,13 @@ def choose(
     Raises
     ------
     PlanError
-        An override is no field, or makes the plan impossible.
+        An override is no field, or makes the plan impossible; XSTAGE_PLANS names no table.
     """
     if profile is None:
         profile = profile_here()
     given = tuple(sorted(overrides.items()))
-    return _cached(_Asked(problem, profile.to_json(), ring_bytes, given, profile))
+    timed = measured.find(measured.asked_for(), problem, profile.gpu.name)
+    return _cached(_Asked(problem, profile.to_json(), ring_bytes, given, timed, profile))
 
 
 def profile_here() -> machine.MachineProfile:
@@ -166,29 +170,26 @@ class _Asked:
     profile_json: str
     ring_bytes: int
     given: tuple[tuple[str, int], ...]
+    timed: measured.Entry | None
     profile: machine.MachineProfile = dataclasses.field(compare=False, repr=False)
 
 
 @functools.lru_cache(maxsize=256)
 def _cached(asked: _Asked) -> Decision:
     """One decision per problem and profile: the layers of a model share it."""
-    return _decide(asked.problem, asked.profile, asked.ring_bytes, dict(asked.given))
+    return _decide(asked, dict(asked.given))
 
 
-def _decide(
-    problem: MoEProblem,
-    profile: machine.MachineProfile,
-    ring_bytes: int,
-    overrides: Mapping[str, int],
-) -> Decision:
-    told = ranking.relative_times(problem, profile)
-    family, plan = next(_plans(problem, profile, ring_bytes, overrides, list(told)))
+def _decide(asked: _Asked, overrides: Mapping[str, int]) -> Decision:
+    problem, profile, timed = asked.problem, asked.profile, asked.timed
+    told = ranking.relative_times(problem, profile) if timed is None else timed.relative
+    family, plan = next(_plans(problem, profile, asked.ring_bytes, overrides, list(told)))
     least = floors(problem, profile)
     return Decision(
         action=SCHEDULES[plan.schedule],
         family=family,
         plan=plan,
-        reason=_reason(family, told, least, plan),
+        reason=_reason(family, told, least, plan, "like layers" if timed is None else "this one"),
         expected=tuple(told.items()),
         floors=least,
         bytes=plan.bytes(),
@@ -197,16 +198,20 @@ def _decide(
     )
 
 
-def _reason(family: str, told: Mapping[str, float], least: Floors, plan: MegaMoePlan) -> str:
+def _reason(
+    family: str, told: Mapping[str, float], least: Floors, plan: MegaMoePlan, of: str
+) -> str:
     schedule = ranking.FAMILIES[family]["schedule"]
     others = [us for name, us in told.items() if ranking.FAMILIES[name]["schedule"] != schedule]
     other = "interleaved" if plan.schedule == 0 else "wave"
-    gain = min(others) / told[family] - 1.0
     text = f"{least.binding} sets the floor ({least.us:.0f} us)"
     if plan.schedule != schedule:
         return f"{text}; the schedule is given"
-    text += f"; by measurements of like layers, {SCHEDULES[schedule]} with {STORES[plan.store]} "
-    text += f"stores takes {abs(gain):.1%} {'less' if gain >= 0 else 'more'} than the best {other}"
+    text += f"; {SCHEDULES[schedule]} with {STORES[plan.store]} stores"
+    if others:
+        gain = 1.0 - told[family] / min(others)
+        text += f" takes {abs(gain):.1%} {'less' if gain >= 0 else 'more'} than the best {other}"
+    text += f", by measurements of {of}"
     if plan.schedule == 1:
         text += f"; Linear-1 leads by {plan.lead_blocks} m-blocks"
     return text

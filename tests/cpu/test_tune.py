@@ -1,0 +1,142 @@
+"""Plans timed on this machine: the table, what the planner makes of it, and `xstage tune`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from xstage_ext import MegaMoE, _tune_moe, cli, machine
+from xstage_ext._trace_moe import MoETensors
+from xstage_ext.errors import PlanError
+from xstage_ext.planner import measured, ranking
+from xstage_ext.planner.choose import choose
+from xstage_ext.planner.problem import MoEProblem
+
+PROFILE = machine.load("h200x2")
+GPU = PROFILE.gpu.name
+LAYER = MoEProblem(
+    world=2, num_experts=32, topk=4, hidden=2048, intermediate=768, max_tokens=4096, tokens=2048
+)
+
+
+def slowest_first() -> dict[str, float]:
+    """The ranking's order upside down."""
+    names = list(ranking.relative_times(LAYER, PROFILE))
+    return {name: 100.0 + us for us, name in enumerate(reversed(names))}
+
+
+@pytest.fixture
+def table(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    path = tmp_path / "folder" / "plans.json"
+    measured.add(path, measured.entry(LAYER, GPU, slowest_first(), "made up"))
+    monkeypatch.setenv("XSTAGE_PLANS", str(path))
+    return path
+
+
+def test_the_planner_follows_the_table(table: pathlib.Path) -> None:
+    wanted = next(iter(slowest_first()))
+    decision = choose(LAYER, PROFILE)
+    assert decision.family == wanted
+    assert dict(decision.expected)[wanted] == 1.0
+    assert "by measurements of this one" in decision.reason
+    other = dataclasses.replace(LAYER, hidden=4096)
+    assert choose(other, PROFILE).family == next(iter(ranking.relative_times(other, PROFILE)))
+
+
+def test_a_changed_table_counts_at_once(table: pathlib.Path) -> None:
+    for wanted in ("wave st 64", "mixed st 32 g8"):
+        times = dict.fromkeys(ranking.FAMILIES, 7.0) | {wanted: 6.0}
+        measured.add(table, measured.entry(LAYER, GPU, times))
+        assert choose(LAYER, PROFILE).family == wanted
+    assert len(measured.load(table)) == 1
+
+
+def test_overrides_go_before_the_table(table: pathlib.Path) -> None:
+    for schedule in (0, 1):
+        plan = choose(LAYER, PROFILE, schedule=schedule, num_sms=64).plan
+        assert (plan.schedule, plan.num_sms) == (schedule, 64)
+
+
+@given(st.integers(1, 1 << 20), st.lists(st.integers(1, 1 << 20), min_size=1, max_size=5))
+def test_the_nearest_number_of_tokens_counts(tokens: int, timed: list[int]) -> None:
+    problem = dataclasses.replace(LAYER, max_tokens=1 << 20, tokens=tokens)
+    entries = [
+        measured.entry(dataclasses.replace(problem, tokens=one), GPU, {"wave st 64": 1.0})
+        for one in timed
+    ]
+    found = measured.find(entries, problem, GPU)
+    ratios = [max(one / tokens, tokens / one) for one in timed]
+    if found is None:
+        assert min(ratios) > measured.NEAR * 0.999
+    else:
+        ratio = max(found.tokens / tokens, tokens / found.tokens)
+        assert ratio == pytest.approx(min(ratios)) and ratio <= measured.NEAR * 1.001
+    assert measured.find(entries, problem, "another GPU") is None
+
+
+def test_files_come_back_as_written(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "plans.json"
+    entries = [
+        measured.entry(dataclasses.replace(LAYER, tokens=tokens), GPU, slowest_first(), "x")
+        for tokens in (10, 1000)
+    ]
+    measured.save(path, entries)
+    assert measured.load(path) == tuple(entries)
+    assert [one.name for one in tmp_path.iterdir()] == ["plans.json"]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("no JSON", "expected a file of `xstage tune`, got something else"),
+        ("[]", "expected a file of `xstage tune`, got something else"),
+        ('{"plans": [{"gpu": "x"}]}', "got something else .'world'"),
+        (None, "No such file"),
+    ],
+)
+def test_other_files_are_refused(
+    content: str | None, expected: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "plans.json"
+    if content is not None:
+        path.write_text(content)
+    monkeypatch.setenv("XSTAGE_PLANS", str(path))
+    with pytest.raises(PlanError, match=expected):
+        choose(LAYER, PROFILE)
+
+
+def test_families_of_other_versions_are_refused(table: pathlib.Path) -> None:
+    data = json.loads(table.read_text())
+    data["plans"][0]["us"]["spiral"] = 1.0
+    table.write_text(json.dumps(data))
+    with pytest.raises(PlanError, match="tune it again"):
+        choose(LAYER, PROFILE)
+
+
+def test_tuning_times_every_family_and_layers_use_it(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = MoEProblem(world=1, num_experts=4, topk=2, hidden=128, intermediate=64, max_tokens=24)
+    tensors = MoETensors.random(problem, 0, "cpu")
+    entry = _tune_moe.tune(problem, PROFILE, tensors, pairs=2, device="cpu")
+    assert {name for name, _ in entry.us} == ranking.FAMILIES.keys()
+    assert entry.us[0][1] == min(us for _, us in entry.us) > 0
+    text = _tune_moe.text(problem, PROFILE, entry)
+    assert all(name in text for name in ranking.FAMILIES) and text.count("\n*") == 1
+    path = tmp_path / "plans.json"
+    measured.add(path, dataclasses.replace(entry, gpu=machine.load_here().gpu.name))
+    monkeypatch.setenv("XSTAGE_PLANS", str(path))
+    layer = MegaMoE(num_experts=4, topk=2, hidden=128, intermediate=64, max_tokens=24, device="cpu")
+    assert layer.decision is not None
+    assert "this one" in layer.decision.reason
+
+
+def test_tune_needs_a_gpu() -> None:
+    result = CliRunner().invoke(cli.app, ["tune", "128x64x4x2", "--tokens", "16"])
+    assert result.exit_code == 2 and "tune needs a GPU" in result.output
