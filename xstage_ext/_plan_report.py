@@ -60,6 +60,8 @@ class PlanReport:
     alternatives: tuple[tuple[str, float], ...]
     bursts: tuple[BurstReport, ...]
     simulation: Simulation
+    beyond: str | None = None
+    """What of this problem the profile has not seen (`beyond_measurement`)."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types for JSON."""
@@ -75,6 +77,7 @@ class PlanReport:
                 "flag_wait_us": self.simulation.mean("flag_wait_us"),
                 "egress_GBps": self.simulation.egress_GBps,
             },
+            "not_measured": self.beyond,
         }
 
     def second_opinion(self) -> str:
@@ -101,6 +104,7 @@ class PlanReport:
             f"egress {s.egress_GBps:.0f} GB/s.",
             f"Floors: arithmetic {d.floors.compute_us:.0f}, link {d.floors.egress_us:.0f}, "
             f"weights {d.floors.weights_us:.0f} us. Workspace {d.bytes / 1e6:.0f} MB per rank.",
+            *([self.beyond] if self.beyond else []),
             "",
             "Families of plans (* chosen), by expected time over the fastest one's (a ranking "
             "fitted to measurements), and what the simulator says, us:",
@@ -125,6 +129,17 @@ class PlanReport:
         plan = dataclasses.asdict(d.plan)
         lines += ["", "Plan: " + " ".join(f"{name}={value}" for name, value in plan.items())]
         return "\n".join(lines)
+
+
+def beyond_measurement(profile: MachineProfile, world: int) -> str | None:
+    """A sentence for worlds larger than those in which the profile was measured, else None."""
+    if world <= profile.world:
+        return None
+    return (
+        f"Not measured: profile {profile.name} knows bursts between {profile.world} GPUs, one "
+        f"destination each. For {world} GPUs the same rate per GPU is assumed, however many send "
+        "to one."
+    )
 
 
 def gaps_us(plan: MegaMoePlan, profile: MachineProfile) -> dict[str, float]:
@@ -182,7 +197,8 @@ def plan_report(problem: MoEProblem, profile: MachineProfile, **overrides: int) 
         for name, _ in decision.expected
     )
     bursts = burst_reports(decision.plan, profile, problem.remote)
-    return PlanReport(problem, decision, alternatives, bursts, simulation)
+    beyond = beyond_measurement(profile, problem.world)
+    return PlanReport(problem, decision, alternatives, bursts, simulation, beyond)
 
 
 def _fields(family: str) -> dict[str, int]:

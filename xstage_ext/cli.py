@@ -17,7 +17,7 @@ from rich.table import Table
 
 from . import _binary, _env, machine, simulate
 from ._cli_words import SHAPE_HELP, heaviest_rank, moe_problem
-from ._plan_report import draw_timeline, plan_report
+from ._plan_report import beyond_measurement, draw_timeline, plan_report
 from .errors import XStageError
 from .model import BurstGap, Regime, burst_shadow
 from .planner import attention_choice
@@ -103,9 +103,11 @@ def plan_attention(
         batch=batch,
         causal=causal,
     )
-    decision = attention_choice.decide(problem, _profile(profile))
+    used = _profile(profile)
+    decision = attention_choice.decide(problem, used)
+    beyond = beyond_measurement(used, world)
     if as_json:
-        _print_json(dataclasses.asdict(decision))
+        _print_json(dataclasses.asdict(decision) | {"not_measured": beyond})
         return
     if head_dim not in attention_choice.HEAD_DIMS:
         sizes = " and ".join(map(str, attention_choice.HEAD_DIMS))
@@ -114,6 +116,8 @@ def plan_attention(
     typer.echo(f"{decision.action}: {decision.reason}.")
     times = ", ".join(f"{name} {us:.1f}" for name, us in decision.predicted_us.items())
     typer.echo(f"Predicted us, profile {decision.profile} ({decision.provenance}): {times}.")
+    if beyond:
+        typer.echo(beyond)
 
 
 @app.command()

@@ -73,6 +73,18 @@ def test_plan_report_states_the_law():
         assert burst.completion_coupled_us >= burst.T_iss_us
 
 
+def test_plans_for_larger_worlds_say_what_was_not_measured():
+    words = f"profile {PROFILE.name} knows bursts between 2 GPUs"
+    for command in (
+        ["plan", "moe", "2048x768x32x4", "--tokens", "2048"],
+        ["plan", "attention", "40", "--head-dim", "128", "--sequence", "8192"],
+    ):
+        assert words in run(*command, "--world", "8")
+        assert words in json.loads(run(*command, "--world", "8", "--json"))["not_measured"]
+        assert "Not measured" not in run(*command, "--world", "2")
+        assert json.loads(run(*command, "--world", "2", "--json"))["not_measured"] is None
+
+
 def test_plan_report_compares_ranking_and_simulator():
     problem = MoEProblem(
         world=2, num_experts=32, topk=4, hidden=2048, intermediate=768, max_tokens=2048
