@@ -7,10 +7,17 @@ from typing import Any
 import numpy as np
 
 from ._measure import Row
-from ._profile_fit import Finding, column, select
+from ._profile_fit import Finding, column, routes_differ, select
 from .machine import MachineProfile
 
 KIB = 1024
+CURVES = {
+    "R_GBps": ("R, GB/s", 1.0),
+    "R_both_GBps": ("R while all ranks send, GB/s", 1.0),
+    "Q_bytes": ("Q for the mean producer, MB", 1e6),
+    "Q_slowest_bytes": ("Q for the slowest producer, MB", 1e6),
+}
+"""Parameters by number of producers: words, and what a unit of the table is in the finding's."""
 
 
 def markdown(
@@ -36,9 +43,14 @@ def markdown(
         "",
         "## Every estimate, by every route",
         "",
-        "Chosen ones are in the profile; intervals are 95% bootstrap intervals.",
+        "Bold ones are in the profile; in brackets 95% bootstrap intervals. The last column is the "
+        "largest difference of any route from the first.",
         "",
-        *_routes(findings, most),
+        *_routes(findings),
+        "",
+        "T0, us; the first route is in the profile:",
+        "",
+        *_issue_times(profile, findings),
         "",
         f"## Producers: {most} at once, isolated bursts",
         "",
@@ -98,19 +110,60 @@ def _parameters(profile: MachineProfile) -> list[str]:
     return lines[:-1]
 
 
-def _routes(findings: list[Finding], most: int) -> list[str]:
+def _routes(findings: list[Finding]) -> list[str]:
+    """One table per parameter: a line per quantity, a column per route, how far they differ."""
+    lines = []
+    for name, (words, unit) in CURVES.items():
+        some = [f for f in findings if f.quantity.split("/")[1].split("@")[0] == name]
+        routes = list(dict.fromkeys(finding.estimate.route for finding in some))
+        lines += [
+            f"{words}:",
+            "",
+            f"| mechanism | K | {' | '.join(routes)} | differ |",
+            "|---" * (len(routes) + 3) + "|",
+        ]
+        for quantity in dict.fromkeys(finding.quantity for finding in some):
+            mechanism, K = quantity.split("/")[0], quantity.partition("@")[2]
+            by_route = {f.estimate.route: f for f in some if f.quantity == quantity}
+            cells = [_cell(by_route.get(route), unit) for route in routes]
+            lines.append(
+                f"| {mechanism} | {K} | {' | '.join(cells)} | {_differ(findings, quantity)} |"
+            )
+        lines.append("")
+    return lines[:-1]
+
+
+def _cell(finding: Finding | None, unit: float) -> str:
+    if finding is None:
+        return "-"
+    e = finding.estimate
+    value = f"**{e.value / unit:.4g}**" if finding.chosen else f"{e.value / unit:.4g}"
+    return f"{value} ({e.low / unit:.4g} to {e.high / unit:.4g})"
+
+
+def _differ(findings: list[Finding], quantity: str) -> str:
+    gaps = routes_differ(findings, quantity)
+    return f"{gaps[quantity]:.1%}" if quantity in gaps else "-"
+
+
+def _issue_times(profile: MachineProfile, findings: list[Finding]) -> list[str]:
+    """T0 by every route: a line per mechanism, number of producers and route, a column per size."""
+    sizes = next(iter(profile.mechanisms.values())).T0_us.nbytes
     lines = [
-        "| quantity | route | value | interval | points | chosen |",
-        "|---|---|---|---|---|---|",
+        "| mechanism | K | route | " + " | ".join(f"{b / KIB:g} KiB" for b in sizes) + " |",
+        "|---" * (3 + len(sizes)) + "|",
     ]
-    for finding in findings:
-        name, e = finding.quantity, finding.estimate
-        if "/T0_us@" in name and f"@{most}," not in name:
-            continue
-        lines.append(
-            f"| {name} | {e.route} | {e.value:.4g} | {e.low:.4g} to {e.high:.4g} | {e.points} | "
-            f"{'yes' if finding.chosen else ''} |"
-        )
+    for name, mechanism in profile.mechanisms.items():
+        for K in mechanism.T0_us.producers:
+            some = {
+                (f.estimate.route, f.quantity): f
+                for f in findings
+                if f.quantity.startswith(f"{name}/T0_us@{K:.0f},")
+            }
+            for route in dict.fromkeys(route for route, _ in some):
+                found = [some.get((route, f"{name}/T0_us@{K:.0f},{b:.0f}")) for b in sizes]
+                cells = ["-" if f is None else f"{f.estimate.value:.3g}" for f in found]
+                lines.append(f"| {name} | {K:.0f} | {route} | {' | '.join(cells)} |")
     return lines
 
 

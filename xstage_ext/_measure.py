@@ -106,6 +106,18 @@ def service_shares(trace: Trace, low_us: float, high_us: float) -> list[float]:
     return [round(float(share), 4) for share in shares / shares.mean()]
 
 
+def accepted_curve(trace: Trace, high_us: float) -> list[tuple[float, int]]:
+    """(time since the first store, bytes accepted by then) of a saturated train, up to a time.
+
+    From the end of everybody's first burst on: inside it bytes are not accepted evenly, since the
+    pipe is empty when it begins.
+    """
+    start = float(np.nanmin(trace.begin[:, 0]))
+    times = np.geomspace(max(float(np.nanmax(trace.done[:, 0])) - start, 1.0), high_us - start, 24)
+    taken = _fits.accepted(trace.begin, trace.done, trace.point.nbytes, start + times)
+    return [(float(t), round(float(taken_by))) for t, taken_by in zip(times, taken, strict=True)]
+
+
 def train_row(trace: Trace, kind: str) -> Row:
     """Summary of a free-running train in a fixed time window."""
     times, low, high = settled(trace, trace.point.window_us)
@@ -117,6 +129,7 @@ def train_row(trace: Trace, kind: str) -> Row:
     row["backlog_us"] = float(np.median(trace.drain_us))
     if trace.point.gap_us == 0.0 and trace.point.gaps_us is None:
         row["shares"] = service_shares(trace, low, high)
+        row["accepted"] = accepted_curve(trace, high)
     if trace.point.fence:
         done = np.where(np.isfinite(times), trace.t_done, np.nan)
         row["visible_mean"] = float(np.nanmean(done))

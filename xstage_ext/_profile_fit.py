@@ -53,7 +53,10 @@ def _volume(rows: list[Row]) -> np.ndarray:
 
 
 def fit_T0(rows: list[Row], mechanism: str) -> tuple[IssueTable, list[Finding]]:
-    """T0(K, B): the plateau of free-running trains with long gaps, beside the local control."""
+    """T0(K, B): the plateau of free-running trains with long gaps, beside the local control.
+
+    `isolated_T0` is the third route.
+    """
     plateau = select(rows, kind="plateau", mechanism=mechanism)
     producers = sorted({int(row["K"]) for row in plateau})
     sizes = sorted({int(row["B"]) for row in plateau})
@@ -67,20 +70,38 @@ def fit_T0(rows: list[Row], mechanism: str) -> tuple[IssueTable, list[Finding]]:
         line = []
         for B in sizes:
             values = column(select(plateau, K=K, B=B), "median")
-            estimate = _fits.median(values, "plateau at long gaps", fewest=1)
+            estimate = _fits.median(values, "plateau, long gaps", fewest=1)
             findings.append(Finding(f"{mechanism}/T0_us@{K},{B}", estimate, True))
             line.append(estimate.value)
-            control = column(
-                select(rows, kind="isolated", mechanism=mechanism, K=K, B=B, local=True), "mean"
-            )
-            if np.isfinite(control).any():
-                local = _fits.median(control, "the same bursts to local memory", fewest=1)
+            control = select(rows, kind="control", mechanism=mechanism, K=K, B=B)
+            if control:
+                local = _fits.median(column(control, "median"), "local memory", fewest=1)
                 findings.append(Finding(f"{mechanism}/T0_us@{K},{B}", local, False))
         table.append(tuple(line))
     return (
         IssueTable(tuple(map(float, producers)), tuple(map(float, sizes)), tuple(table)),
         findings,
     )
+
+
+def isolated_T0(
+    rows: list[Row], mechanism: str, T0: IssueTable, R: ProducerCurve, Q: ProducerCurve
+) -> list[Finding]:
+    """T0(K, B) from bursts in step on an empty pipe, where the law says that they do not stall."""
+    single = select(rows, kind="isolated", mechanism=mechanism, fence=False, local=False)
+    findings = []
+    for K in map(int, T0.producers):
+        # Of few producers no capacity is seen; that of an SM is taken as where it is.
+        seen = K if K in Q.producers else Q.producers[0]
+        capacity = float(Q(seen)) * K / seen
+        for B in map(int, T0.nbytes):
+            some = select(single, K=K, B=B)
+            drained = float(R(K)) * float(T0(K, B)) * _fits.BYTES_PER_US_PER_GBPS
+            # Well in front of the knee, which is not sharp.
+            if some and capacity + 0.8 * drained >= K * B:
+                estimate = _fits.median(column(some, "mean"), "in step, empty pipe", fewest=1)
+                findings.append(Finding(f"{mechanism}/T0_us@{K},{B}", estimate, False))
+    return findings
 
 
 def fit_R(rows: list[Row], mechanism: str, T0: IssueTable) -> tuple[ProducerCurve, list[Finding]]:
@@ -94,12 +115,8 @@ def fit_R(rows: list[Row], mechanism: str, T0: IssueTable) -> tuple[ProducerCurv
         slope = _fits.rate_from_slope(
             _volume(some), column(some, "visible_slowest"), "slope of the time until visible"
         )
-        saturated = [
-            row
-            for row in select(rows, kind="train", mechanism=mechanism, K=K, gap_us=0.0)
-            if row["median"] > STALL_FACTOR * float(T0(K, row["B"])) + STALL_US
-            and row["B"] >= 32 * KIB
-        ]
+        saturated = [row for row in _saturated(rows, mechanism, K, T0) if row["B"] >= 32 * KIB]
+        long = select(rows, kind="long", mechanism=mechanism, K=K)
         chosen = slope
         if saturated:
             chosen = _fits.median(
@@ -107,6 +124,13 @@ def fit_R(rows: list[Row], mechanism: str, T0: IssueTable) -> tuple[ProducerCurv
             )
             findings.append(Finding(f"{mechanism}/R_GBps@{K}", chosen, True))
         findings.append(Finding(f"{mechanism}/R_GBps@{K}", slope, not saturated))
+        if long:
+            rate = _fits.median(
+                column(long, "R_GBps"),
+                f"throughput of bursts of {long[0]['B'] >> 20} MiB",
+                fewest=1,
+            )
+            findings.append(Finding(f"{mechanism}/R_GBps@{K}", rate, False))
         values.append(chosen.value)
     return ProducerCurve(tuple(map(float, producers)), tuple(values)), findings
 
@@ -134,7 +158,7 @@ def fit_Q(
                 _volume(some),
                 column(some, "slowest" if slowest else "mean"),
                 T0(K, column(some, "B")),
-                f"isolated bursts of {K} producers",
+                "isolated bursts",
                 rate,
             )
         except CalibrationError:
@@ -146,9 +170,13 @@ def fit_Q(
         findings.append(Finding(f"{mechanism}/{name}@{K}", capacity, True))
         producers.append(float(K))
         values.append(max(0.0, capacity.value))
-        backlog = None if slowest else _backlog(rows, mechanism, K, rate, T0)
-        if backlog is not None:
-            findings.append(Finding(f"{mechanism}/{name}@{K}", backlog, False))
+        if not slowest:
+            saturated = _saturated(rows, mechanism, K, T0)
+            findings += [
+                Finding(f"{mechanism}/{name}@{K}", estimate, False)
+                for estimate in (_ahead(saturated), _backlog(saturated, rows, mechanism, K, rate))
+                if estimate is not None
+            ]
     if not producers:
         raise CalibrationError(
             f"{mechanism}: Q: no number of producers overfilled the link; send longer bursts"
@@ -186,15 +214,31 @@ def _knee_of_unequal(
     return Estimate(float(found.x), start.low + shift, start.high + shift, route, start.points)
 
 
-def _backlog(
-    rows: list[Row], mechanism: str, K: int, rate: float, T0: IssueTable
-) -> Estimate | None:
-    """What is still in flight when a saturated train ends, less the latency of an empty pipe."""
-    trains = [
+def _saturated(rows: list[Row], mechanism: str, K: int, T0: IssueTable) -> list[Row]:
+    """Trains without gaps whose bursts are stalled."""
+    return [
         row
         for row in select(rows, kind="train", mechanism=mechanism, K=K, gap_us=0.0)
         if row["median"] > STALL_FACTOR * float(T0(K, row["B"])) + STALL_US
     ]
+
+
+def _ahead(trains: list[Row]) -> Estimate | None:
+    """How far the bytes that a saturated train handed over are ahead of those that have left.
+
+    They are Q + R t once the pipe is full: the line through them, read at the train's beginning.
+    """
+    curves = [np.array(row["accepted"]).T for row in trains if "accepted" in row]
+    if not curves:
+        return None
+    ahead = [float(np.polyfit(times, taken, 1)[1]) for times, taken in curves]
+    return _fits.median(ahead, "lead of a saturated train over the drain", fewest=1)
+
+
+def _backlog(
+    trains: list[Row], rows: list[Row], mechanism: str, K: int, rate: float
+) -> Estimate | None:
+    """What is still in flight when a saturated train ends, less the latency of an empty pipe."""
     empty = [
         row["visible_mean"] - row["mean"]
         for row in select(rows, kind="isolated", mechanism=mechanism, K=K, fence=True, local=False)
@@ -258,6 +302,7 @@ def fit_mechanism(rows: list[Row], mechanism: str) -> tuple[Mechanism, list[Find
     Q_slowest, found_slowest = fit_Q(rows, mechanism, T0, R, slowest=True)
     visibility, found_visibility = fit_visibility(rows, mechanism, R)
     R_both, found_both = fit_R_both(rows, mechanism)
+    found_T0 += isolated_T0(rows, mechanism, T0, R, Q)
     findings = found_T0 + found_R + found_Q + found_slowest + found_visibility + found_both
     intervals = {
         finding.quantity.split("/", 1)[1]: Interval(

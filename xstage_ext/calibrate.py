@@ -15,6 +15,7 @@ import random
 import sys
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -132,6 +133,22 @@ def drained_bytes(K: int, num_sms: int) -> list[int]:
     return sorted(sizes - set(FIT_BYTES))
 
 
+def long_gap_us(K: int, nbytes: int) -> float:
+    """A gap in which the pipe runs empty."""
+    return 4.0 + 2.0 * K * nbytes / 300e3
+
+
+def control(mechanism: str, K: int, nbytes: int) -> Point:
+    """The same instructions on local memory.
+
+    Gaps are random, each producer its own: in step all SMs would meet at the L2 cache, which takes
+    64 KiB from each of 132 SMs more slowly than they issue them.
+    """
+    gap = long_gap_us(K, nbytes)
+    gaps = np.random.default_rng(K).uniform(0.5 * gap, 1.5 * gap, size=(K, 64))
+    return Point(mechanism, K, nbytes, gap_us=gap, gaps_us=gaps, local=True)
+
+
 def fitted_points(num_sms: int) -> list[tuple[str, Point]]:
     """(kind, point) of everything that the leading rank measures alone, without the shadow."""
     points: list[tuple[str, Point]] = []
@@ -141,10 +158,10 @@ def fitted_points(num_sms: int) -> list[tuple[str, Point]]:
             for K in producers:
                 for fence in (False, True):
                     points.append(("isolated", Point(mechanism, K, nbytes, fence=fence)))
-                gap = 4.0 + 2.0 * K * nbytes / 300e3
+                gap = long_gap_us(K, nbytes)
                 points.append(("plateau", Point(mechanism, K, nbytes, gap_us=gap)))
             for K in (1, round(num_sms / 4), num_sms):
-                points.append(("isolated", Point(mechanism, K, nbytes, local=True)))
+                points.append(("control", control(mechanism, K, nbytes)))
         for K in producers:
             for nbytes in (32 * KIB, 64 * KIB, 128 * KIB):
                 points.append(("train", Point(mechanism, K, nbytes)))

@@ -162,6 +162,13 @@ def test_shares_of_the_producers(calibration: calibrate.Calibration) -> None:
         assert shares == pytest.approx((0.8,) * 8 + (1.0,) + (1.2,) * 8)
 
 
+def routes_to(calibration: calibrate.Calibration, quantity: str) -> dict[str, float]:
+    """Values by route."""
+    found = [f.estimate for f in calibration.findings if f.quantity == quantity]
+    assert all(e.low <= e.value <= e.high for e in found), quantity
+    return {e.route: e.value for e in found}
+
+
 def test_every_parameter_has_an_interval_and_a_second_route(
     calibration: calibrate.Calibration,
 ) -> None:
@@ -169,9 +176,40 @@ def test_every_parameter_has_an_interval_and_a_second_route(
         intervals = calibration.profile.mechanism(name).intervals
         assert intervals["R_GBps@132"].low <= R(name, 132) * 1.02
         assert intervals["R_GBps@132"].high >= R(name, 132) * 0.98
-        for quantity in (f"{name}/R_GBps@132", f"{name}/Q_bytes@132", f"{name}/T0_us@132,32768"):
-            routes = {f.estimate.route for f in calibration.findings if f.quantity == quantity}
-            assert len(routes) == 2, quantity
+        for K in calibrate.producers_for(NUM_SMS):
+            assert len(routes_to(calibration, f"{name}/R_GBps@{K}")) == 2
+        for K in (33, 66, NUM_SMS):
+            assert len(routes_to(calibration, f"{name}/Q_bytes@{K}")) >= 2
+
+
+def test_second_routes_find_the_truth(calibration: calibrate.Calibration) -> None:
+    for name in TRUTH:
+        for K in (1, 2, 4, 8):
+            routes = routes_to(calibration, f"{name}/R_GBps@{K}")
+            assert routes["throughput of bursts of 4 MiB"] == pytest.approx(R(name, K), rel=0.05)
+        for K in (33, 66, NUM_SMS):
+            routes = routes_to(calibration, f"{name}/Q_bytes@{K}")
+            ahead = routes["lead of a saturated train over the drain"]
+            assert ahead == pytest.approx(Q(name, K), rel=0.05)
+
+
+def test_every_issue_time_has_a_second_route_that_agrees(
+    calibration: calibrate.Calibration,
+) -> None:
+    """In step where the burst fits into the pipe, on local memory for 1, 33 and 132 producers."""
+    fits = 0
+    for name in TRUTH:
+        table = calibration.profile.mechanism(name).T0_us
+        assert table.producers == tuple(map(float, calibrate.producers_for(NUM_SMS)))
+        for K, B in itertools.product(map(int, table.producers), map(int, table.nbytes)):
+            routes = routes_to(calibration, f"{name}/T0_us@{K},{B}")
+            assert ("local memory" in routes) == (K in (1, 33, NUM_SMS))
+            stalls = (K * B - Q(name, K)) / R(name, K) / 1e3 > T0(B)
+            assert not (stalls and "in step, empty pipe" in routes), (K, B)
+            fits += "in step, empty pipe" in routes
+            for value in routes.values():
+                assert value == pytest.approx(T0(B), rel=0.08)
+    assert fits > 60
 
 
 def test_shadow_is_recovered(calibration: calibrate.Calibration) -> None:
