@@ -26,6 +26,7 @@ from _sweep import ARMS, Config
 from _sweep_case import Case, Stages, distinct, time_plans
 
 from xstage_ext import SymmetricWorkspace, machine
+from xstage_ext.planner import ranking
 from xstage_ext.planner.megamoe import MegaMoePlan
 from xstage_ext.testing import Timing
 from xstage_ext.workspace import region_bytes
@@ -147,7 +148,8 @@ def measure(
     with stages("check"):
         ok, error = case.check(calls)
     with stages("times"):
-        samples = time_plans(calls, job.pairs, job.first, task.timed)
+        kept = [*task.timed, *(name for name in task.plans if name in ranking.FAMILIES)]
+        samples = time_plans(calls, job.pairs, job.first, kept)
     with stages("trace"):
         names = dict.fromkeys(task.arms[arm] for arm in TRACED)
         traces = {name: case.spans(name) for name in names} if _on_gpu(workspace) else {}

@@ -7,6 +7,7 @@
     xstage validate                            # 5. the law on held-out bursts
     python benchmarks/evidence.py prediction   # 6. the simulator against the clock
     python benchmarks/evidence.py regret       # what the planner's choices cost on held-out shapes
+    python benchmarks/evidence.py ceiling      # what the ceilings allow, and where the time goes
 
 Each draws what benchmarks/results/ holds. With two GPUs `spans --measure` and `timeline --measure`
 trace the kernel first; the other files are written by sweep_84.py --record, bench_attention.py and
@@ -18,8 +19,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
+import _exhibit_ceiling
 import _exhibit_tiles
 import _exhibits
+import _plans
 import _report
 import torch
 import typer
@@ -122,6 +125,16 @@ def regret() -> None:
     save("regret", "The planner's choice against the best measured plan", exhibit, lines)
 
 
+@app.command()
+def ceiling() -> None:
+    """What ceilings and the best measured plan would give over the wave, and a call in parts."""
+    lines = lines_of("sweep_84.jsonl", "python benchmarks/sweep_84.py --record")
+    of = {op: [line for line in lines if line["op"] == op] for op in ("megamoe", _plans.TRACE_OP)}
+    fused = [line for line in of["megamoe"] if line["arm"] != "serial"]
+    exhibit = _exhibit_ceiling.ceiling(fused, of[_plans.TRACE_OP], _plans.read(lines))
+    save("ceiling", "What the ceilings allow, and where the time goes", exhibit, lines)
+
+
 EXHIBITS: dict[str, Callable[[], None]] = {
     "spans": spans,
     "timeline": timeline,
@@ -129,6 +142,7 @@ EXHIBITS: dict[str, Callable[[], None]] = {
     "pacing": pacing,
     "prediction": prediction,
     "regret": regret,
+    "ceiling": ceiling,
 }
 
 

@@ -85,6 +85,50 @@ def test_regret_of_the_planners_choice(evidence, tmp_path):
     assert f"| {config.name} | 2.0% | ours | other |" in result.output
 
 
+def test_a_call_in_parts(evidence, tmp_path):
+    """Every tile has a known length: shares can be counted by hand."""
+    sweep, shown = evidence._exhibits._sweep, evidence._exhibit_ceiling
+    config = sweep.load_configs()[12]
+    plan = sweep.plan_of(config, "wave/st", PROFILE)
+    blocks = (-(-config.draw().counts(config.num_experts).sum(axis=0) // 128))[
+        : config.local_experts
+    ].sum()
+    per_sm = [blocks * n / plan.num_sms for n in (plan.linear1_tiles, plan.linear2_tiles)]
+    tiles = 50.0 + per_sm[0] * (20 + 3 + 2) + per_sm[1] * (10 + 1 + 4) + 30.0
+    line = FACTS | {"op": "megamoe_trace", "arm": "wave/st", "shape": config.key}
+    line |= {"plan": dataclasses.astuple(plan), "kernel_clock_mhz": 1600.0}
+    line |= {"linear1_tile_us": 20.0, "linear1_stage_wait_us": 3.0, "linear1_hand_over_us": 2.0}
+    line |= {"linear2_tile_us": 10.0, "linear2_stage_wait_us": 1.0, "linear2_hand_over_us": 4.0}
+    line |= {"first_tile_us": 50.0, "tiles_us": tiles, "signal_us": 5.0, "combine_us": 15.0}
+    part = shown.parts_of(line, config)
+    whole = tiles + 20.0
+    shares = dict(zip(shown.PARTS, part.shares, strict=True))
+    assert sum(part.shares) == pytest.approx(1.0)
+    assert shares["before the first tile"] == pytest.approx(50.0 / whole)
+    assert shares["epilogues"] == pytest.approx((2 * per_sm[0] + 4 * per_sm[1]) / whole)
+    assert shares["waiting for operands"] == pytest.approx((3 * per_sm[0] + per_sm[1]) / whole)
+    assert shares["waiting for rows, the end"] == pytest.approx(30.0 / whole)
+    assert shares["combine"] == pytest.approx(20.0 / whole)
+    rows = config.draw().counts(config.num_experts).sum(axis=0)[: config.local_experts].sum()
+    flops = 6.0 * rows * config.hidden * config.intermediate
+    assert part.arithmetic == pytest.approx(flops / (132 * 4096 * 1600.0) / whole)
+    assert 0.5 < shares["full rows"] / (shares["full rows"] + shares["empty rows of tiles"]) < 1
+    arms = [
+        FACTS | {"op": "megamoe", "arm": arm, "shape": config.key, "us_median": us}
+        | {"ceiling_us": 100.0}
+        for arm, us in zip(sweep.ARMS, (220.0, 210.0, 215.0, 205.0, 200.0), strict=True)
+    ]  # fmt: skip
+    seen = {"name": "a", "plan": dataclasses.astuple(plan), "us": 190.0, "ok": True, "n": 20}
+    seen |= {"halves_us": [190.0, 190.0], "us_p10": 190.0, "us_p90": 190.0}
+    plans = FACTS | {"op": "megamoe_plans", "arm": "all", "shape": config.key, "plans": [seen]}
+    write(tmp_path / "sweep_84.jsonl", [*arms, line, plans])
+    result = CliRunner().invoke(evidence.app, ["ceiling"])
+    assert result.exit_code == 0, result.output
+    assert "| **all** | 1 | 1.100x | 1.100x | 1.158x | 2.200x | 50% |" in result.output
+    assert "plain stores: none." in result.output
+    assert f"| {config.model} {config.tokens} | {whole:.0f} | 1600 |" in result.output
+
+
 def test_luck_is_no_regret(evidence):
     plans = importlib.import_module("_plans")
     lucky = plans.Measured("a", None, 99.0, (98.0, 100.0))

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from xstage_ext import machine
+from xstage_ext._faults import layout
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PROFILE = machine.load("h200x2")
@@ -194,6 +195,11 @@ def test_trials_vary_what_families_leave_alone(benchmarks):
     named = sweep.grid_plans(config, PROFILE, trials=True)
     trials = {name: named[name] for name in sweep.TRIALS}
     assert len(set(trials.values()) - usual) == len(sweep.TRIALS)
+    # A workspace has so many channels, and every plan takes one.
+    most = layout().max_channels
+    for config in sweep.load_configs():
+        for alone in (False, True):
+            assert len(set(sweep.grid_plans(config, PROFILE, alone).values())) <= most
     fewer = trials["mixed st 32 g8, idle_sms 24"]
     assert fewer.num_sms == PROFILE.gpu.num_sms - 24
     assert named["mixed st 32 g8"].num_sms == PROFILE.gpu.num_sms
@@ -216,8 +222,7 @@ def test_labels_follow_the_planner(benchmarks, monkeypatch):
         facts | {"op": "megamoe_plans", "arm": "all", "plans": plans},
     ]
     wanted = "wave st 128"
-    ranked = dict.fromkeys([wanted, *families], 1.0)
-    ranked.pop("wave st 64 early")
+    ranked = dict.fromkeys([wanted, *sweep.ranking.FAMILIES], 1.0)
     monkeypatch.setattr(sweep.ranking, "relative_times", lambda problem, profile: ranked)
     sweep.choose._cached.cache_clear()
     planner, serial, rest = label.relabel(lines, PROFILE)
