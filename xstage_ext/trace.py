@@ -130,11 +130,13 @@ class MegaMoETrace:
             2, 1, sharex=True, height_ratios=[0.5 * len(shown) + 1.5, 1.5]
         )
         rows = {"math 0": 0.55, "math 1": 0.3, "phases": 0.05, "pull": 0.8}
+        bars: dict[tuple[float, str], list[tuple[float, float]]] = {}
         for s in self.spans:
             if s.cta in shown:
-                bar = (s.start_us, s.us)
                 low = shown.index(s.cta) + rows[s.track]
-                axes.broken_barh([bar], (low, 0.2), facecolors=_COLORS.get(s.kind, "black"))
+                bars.setdefault((low, s.kind), []).append((s.start_us, s.us))
+        for (low, kind), found in bars.items():  # a call per span would take half a minute
+            axes.broken_barh(found, (low, 0.2), facecolors=_COLORS.get(kind, "black"))
         axes.set_yticks([i + 0.5 for i in range(len(shown))], [f"CTA {c}" for c in shown])
         times, share = self.activity()
         below.fill_between(times, share, step="post", color="tab:blue")
