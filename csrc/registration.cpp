@@ -78,6 +78,7 @@ STABLE_TORCH_LIBRARY(xstage, m) {
   // Facts for Python and tests: the schedule's tiles in order, int32 [tiles, 6] = (batch, head,
   // owner, owner_row, row, num_rows); bytes of a region for one call of these shapes.
   m.def("attention_tiles(int[] plan, int rank, int batch, int block_m) -> Tensor");
+  m.def("attention_deal(int[] plan, int rank, int batch, int block_m, int num_blocks) -> Tensor");
   m.def("attention_key_heads(int[] plan, int rank) -> int[]");
   m.def("attention_region_bytes(int[] plan, int batch, int head_dim, int element_bytes) -> int");
   m.def(

@@ -15,17 +15,17 @@
 
 namespace xstage {
 
-// A storing thread, before each of its stores: not zero when it may not.
+// A storing thread, before each of its stores: comes behind the kernel before, which grants the slot
+// or, alone, may still read what is overwritten. Not zero when it may not store.
 __device__ __forceinline__ uint32_t stores_refused(uint8_t const* refused) {
-  if (refused == nullptr) return 0;
   wait_for_kernel_before();
-  return ld_relaxed_sys(refused);
+  return refused == nullptr ? 0 : ld_relaxed_sys(refused);
 }
 
-// A storing thread, when it has issued its last store: the kernel that waits for the ranks may
-// come.
-__device__ __forceinline__ void announce_end(Workspace const& workspace) {
-  if (workspace.world != 0) launch_dependent_kernel();
+// A storing thread, when it has issued its last store: the kernel behind may come, with peers the
+// one that waits for the ranks.
+__device__ __forceinline__ void announce_end() {
+  launch_dependent_kernel();
 }
 
 // All threads of the math warpgroups, after their stores are complete.

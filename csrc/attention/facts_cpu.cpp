@@ -4,15 +4,19 @@
 namespace xstage {
 namespace {
 
-Tensor attention_tiles(std::vector<int64_t> plan_words, int64_t rank, int64_t batch,
-                       int64_t block_m) {
+TileSchedule schedule_of(std::vector<int64_t> const& plan_words, int64_t rank, int64_t batch,
+                         int64_t block_m) {
   AttentionPlan const plan = read_attention_plan(plan_words);
   XS_CHECK(rank >= 0 && rank < plan.world, "xstage.attention_tiles: rank: expected 0 to ",
            plan.world - 1, ", got ", rank);
   XS_CHECK(block_m > 0, "xstage.attention_tiles: block_m: expected at least 1, got ", block_m);
-  TileSchedule const schedule =
-      make_schedule(make_layout(plan), static_cast<int>(rank), static_cast<int32_t>(batch),
-                    static_cast<int32_t>(block_m), static_cast<TileOrder>(plan.tile_order));
+  return make_schedule(make_layout(plan), static_cast<int>(rank), static_cast<int32_t>(batch),
+                       static_cast<int32_t>(block_m), static_cast<TileOrder>(plan.tile_order));
+}
+
+Tensor attention_tiles(std::vector<int64_t> plan_words, int64_t rank, int64_t batch,
+                       int64_t block_m) {
+  TileSchedule const schedule = schedule_of(plan_words, rank, batch, block_m);
   std::vector<int64_t> const size = {schedule.size(), 6};
   Tensor tiles = torch::stable::empty({size.data(), size.size()}, ScalarType::Int);
   auto* row = static_cast<int32_t*>(tiles.mutable_data_ptr());
@@ -24,6 +28,25 @@ Tensor attention_tiles(std::vector<int64_t> plan_words, int64_t rank, int64_t ba
     }
   }
   return tiles;
+}
+
+// [rounds, blocks]: which tile each block takes; -1 where there is none.
+Tensor attention_deal(std::vector<int64_t> plan_words, int64_t rank, int64_t batch, int64_t block_m,
+                      int64_t num_blocks) {
+  TileSchedule const schedule = schedule_of(plan_words, rank, batch, block_m);
+  XS_CHECK(num_blocks > 0, "xstage.attention_deal: num_blocks: expected at least 1, got ",
+           num_blocks);
+  std::vector<int64_t> const size = {ceil_div(schedule.size(), num_blocks), num_blocks};
+  Tensor deal = torch::stable::empty({size.data(), size.size()}, ScalarType::Int);
+  auto* to = static_cast<int32_t*>(deal.mutable_data_ptr());
+  for (int32_t round = 0; round < size[0]; ++round) {
+    for (int32_t block = 0; block < num_blocks; ++block) {
+      int64_t const index = schedule.dealt(round, static_cast<int32_t>(size[0]), block,
+                                           static_cast<int32_t>(num_blocks));
+      *to++ = index < schedule.size() ? static_cast<int32_t>(index) : -1;
+    }
+  }
+  return deal;
 }
 
 std::vector<int64_t> attention_key_heads(std::vector<int64_t> plan_words, int64_t rank) {
@@ -52,6 +75,7 @@ int64_t ulysses_a2a_region_bytes(std::vector<int64_t> plan_words, int64_t num_te
 
 STABLE_TORCH_LIBRARY_IMPL(xstage, CompositeExplicitAutograd, m) {
   m.impl("attention_tiles", TORCH_BOX(&attention_tiles));
+  m.impl("attention_deal", TORCH_BOX(&attention_deal));
   m.impl("attention_key_heads", TORCH_BOX(&attention_key_heads));
   m.impl("attention_region_bytes", TORCH_BOX(&attention_region_bytes));
   m.impl("ulysses_a2a_region_bytes", TORCH_BOX(&ulysses_a2a_region_bytes));

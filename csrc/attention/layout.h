@@ -99,6 +99,21 @@ XS_HD int64_t bshd_offset(int64_t b, int64_t row, int64_t head, int64_t rows, in
   return ((b * rows + row) * heads + head) * head_dim;
 }
 
+// Which place of a round a block takes where work falls from place to place, over num_rounds rounds
+// of num_blocks. Rounds go in pairs, the second backwards: who got the longest tile gets the
+// shortest next. Of an odd number the first three go together: the second falls twice as steeply
+// from its middle on, the third makes up for both, so that the three places of every block add up
+// to the same, give or take one.
+XS_HD int32_t place_in_round(int32_t round, int32_t num_rounds, int32_t block, int32_t num_blocks) {
+  if (num_rounds % 2 == 1 && round < 3) {
+    if (round == 0) return block;
+    bool const upper = (block % 2 == 1) == (round == 1);
+    int32_t const half = round == 1 ? ceil_div(num_blocks, 2) : num_blocks / 2;
+    return (upper ? num_blocks : half) - 1 - block / 2;
+  }
+  return (round + num_rounds) % 2 == 1 ? num_blocks - 1 - block : block;
+}
+
 // A query tile: up to block_m rows of one head that one rank owns.
 struct QueryTile {
   int32_t batch;
@@ -115,8 +130,7 @@ struct QueryTile {
 // so that ranks never store to the same peer at once; when all heads are done, the own blocks of
 // every (batch, head): the last stores are local and the link is quiet at the end.
 // kNatural: block fastest, then head, then batch. kLongestFirst: the last block of the sequence
-// first, for all (batch, head), so that causal tiles come in falling order of work. (In sections of
-// heads whose keys fit the L2 cache they do not fall, and cost 20%: docs/perf_log.md.)
+// first, for all (batch, head), so that causal tiles come in falling order of work.
 struct TileSchedule {
   Partition rows;
   int32_t blocks[kMaxRanks];  // of each shard
@@ -125,12 +139,19 @@ struct TileSchedule {
   int32_t rank;
   int32_t num_heads;    // that this rank computes
   int32_t num_groups;   // batch * num_heads
-  int32_t section;      // kLongestFirst: (batch, head) pairs that run together; all
   int32_t peer_blocks;  // of all shards but the own
   TileOrder order;
 
   XS_HD int64_t size() const {
     return static_cast<int64_t>(num_groups) * (peer_blocks + blocks[rank]);
+  }
+
+  // The tile that a block takes in a round of the grid; there is none from size() on.
+  XS_HD int64_t dealt(int32_t round, int32_t num_rounds, int32_t block, int32_t num_blocks) const {
+    int32_t const place = order == TileOrder::kLongestFirst
+                              ? place_in_round(round, num_rounds, block, num_blocks)
+                              : block;
+    return static_cast<int64_t>(round) * num_blocks + place;
   }
 
   XS_HD QueryTile tile(int64_t index) const {
@@ -141,11 +162,8 @@ struct TileSchedule {
                 static_cast<int32_t>(index % all_blocks));
     }
     if (order == TileOrder::kLongestFirst) {
-      int64_t const section_tiles = static_cast<int64_t>(section) * all_blocks;
-      int32_t const first = static_cast<int32_t>(index / section_tiles) * section;
-      int32_t const groups = min_of(section, num_groups - first);
-      int32_t const place = static_cast<int32_t>(index % section_tiles);
-      return at(first + place % groups, 0, all_blocks - 1 - place / groups);
+      int32_t const block = all_blocks - 1 - static_cast<int32_t>(index / num_groups);
+      return at(static_cast<int32_t>(index % num_groups), 0, block);
     }
     if (index < peer_tiles) {
       int const next = rank + 1 == world ? 0 : rank + 1;
@@ -183,7 +201,6 @@ XS_HD TileSchedule make_schedule(AttentionLayout const& layout, int rank, int32_
   schedule.rank = rank;
   schedule.num_heads = layout.heads.count(rank);
   schedule.num_groups = batch * schedule.num_heads;
-  schedule.section = max_of(1, schedule.num_groups);
   schedule.order = order;
   for (int r = 0; r < layout.world; ++r) {
     schedule.blocks[r] = ceil_div(layout.rows.count(r), block_m);

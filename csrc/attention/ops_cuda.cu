@@ -73,7 +73,6 @@ AttentionParams make_params(Prepared const& prepared, Instance const& instance,
                      : nullptr,
                  static_cast<int32_t>(problem.num_segments)};
   params.scale_log2 = problem.scale * 1.44269504f;
-  params.score_slack = kSlack / params.scale_log2;
   params.kv_group = static_cast<int32_t>(problem.kv_group);
   params.head_phase = static_cast<int32_t>(problem.head_phase);
   params.lse = problem.want_lse ? static_cast<float*>(lse.mutable_data_ptr()) : nullptr;
@@ -111,6 +110,13 @@ int num_blocks(AttentionPlan const& plan, TileSchedule const& schedule, Tensor c
   int64_t const wanted = plan.num_sms == 0 ? sms : min_of(plan.num_sms, sms);
   // A rank without tiles still takes part in the end of the call.
   return static_cast<int>(max_of<int64_t>(1, min_of(wanted, schedule.size())));
+}
+
+void launch(Instance const& instance, AttentionParams& params, AttentionPlan const& plan,
+            Tensor const& q, LaunchKind kind) {
+  int const blocks = num_blocks(plan, params.schedule, q);
+  params.num_rounds = static_cast<int32_t>(ceil_div(params.schedule.size(), int64_t{blocks}));
+  instance.launch(params, blocks, current_stream(q), kind);
 }
 
 Tensor new_lse(AttentionProblem const& problem, Tensor const& like) {
@@ -157,7 +163,7 @@ std::tuple<Tensor, Tensor> attention(char const* op, Generation const& generatio
   AttentionParams params = make_params(prepared, instance, plan, schedule, options, lse);
   params.out[0] = encode_output(static_cast<char*>(out.mutable_data_ptr()), shape,
                                 layout.query_heads(0), params.slice_rows);
-  instance.launch(params, num_blocks(plan, schedule, q), current_stream(q), LaunchKind::kOrdinary);
+  launch(instance, params, plan, q, LaunchKind::kEarly);
   return {out, lse};
 }
 
@@ -192,8 +198,8 @@ A2aCall open(char const* op, Generation const& generation,
   return call;
 }
 
-void launch_rank(A2aCall const& call, size_t i, AttentionOptions const& options, Tensor const& lse,
-                 cudaStream_t stream) {
+void launch_rank(A2aCall const& call, size_t i, AttentionOptions const& options,
+                 Tensor const& lse) {
   RankCall const& rank = call.ring.ranks[i];
   Prepared const& prepared = call.ranks[i];
   AttentionPlan const& plan = call.ring.plan;
@@ -212,8 +218,8 @@ void launch_rank(A2aCall const& call, size_t i, AttentionOptions const& options,
   params.workspace = rank.workspace;
   params.refused = failure_byte(rank.workspace);
   // Virtual ranks run one after the other; the first one overlaps with the grant.
-  call.instance->launch(params, num_blocks(plan, schedule, prepared.operands.q), stream,
-                        i == 0 ? LaunchKind::kEarly : LaunchKind::kOrdinary);
+  launch(*call.instance, params, plan, prepared.operands.q,
+         i == 0 ? LaunchKind::kEarly : LaunchKind::kOrdinary);
 }
 
 }  // namespace
@@ -248,7 +254,7 @@ std::vector<RankResult> attention_a2a(char const* op, Generation const& generati
   follow_last_stream(call.ring, stream);
   launch_grant_slot(call.ring.workspaces(), call.ring.slot_index(), call.ring.free_slots(), stream);
   for (size_t i = 0; i < call.ranks.size(); ++i) {
-    launch_rank(call, i, options, results[i].lse, stream);
+    launch_rank(call, i, options, results[i].lse);
   }
   launch_wait_beside(call.ring.workspaces(), Phase::kA2aArrival, call.ring.slot_index(), poison,
                      stream);

@@ -36,8 +36,8 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
 
 // Writes an accumulator of 64 x kCols, times scale[row], into panels of 64 rows.
 template <int kCols, class Element, class Fragment>
-__device__ __forceinline__ void stage_output(Element* smem, Fragment const& acc, float2 scale,
-                                             int thread) {
+__device__ __forceinline__ void stage_output(Element* smem, Fragment const& acc,
+                                             float const (&scale)[2], int thread) {
   int const lane = thread % 32;
   // Matrix m of a 16 x 16 block: rows 8 (m % 2) .., columns 8 (m / 2) ..; lane l names row l % 8 of
   // matrix l / 8.
@@ -49,10 +49,10 @@ __device__ __forceinline__ void stage_output(Element* smem, Fragment const& acc,
     uint32_t const address =
         row_address + block / 4 * (kGroupRows * 128) + ((chunk ^ (row % 8)) << 4);
     int const e = block * 8;
-    stmatrix_x4(address, pack<Element>(acc(e) * scale.x, acc(e + 1) * scale.x),
-                pack<Element>(acc(e + 2) * scale.y, acc(e + 3) * scale.y),
-                pack<Element>(acc(e + 4) * scale.x, acc(e + 5) * scale.x),
-                pack<Element>(acc(e + 6) * scale.y, acc(e + 7) * scale.y));
+    stmatrix_x4(address, pack<Element>(acc(e) * scale[0], acc(e + 1) * scale[0]),
+                pack<Element>(acc(e + 2) * scale[1], acc(e + 3) * scale[1]),
+                pack<Element>(acc(e + 4) * scale[0], acc(e + 5) * scale[0]),
+                pack<Element>(acc(e + 6) * scale[1], acc(e + 7) * scale[1]));
   }
 }
 

@@ -8,10 +8,6 @@
 
 namespace xstage {
 
-// How far a score may exceed its row's reference, in powers of two: probabilities stay below
-// 2^kSlack, far from the end of float16, whose rounding (like that of bfloat16) is relative.
-constexpr float kSlack = 8.0f;
-
 struct AttentionParams {
   // Boxes are one panel of 64 columns wide (loads.cuh) and, in rows: 64 for q, block_n for k and v,
   // slice_rows for out. out[j]: this rank's heads of rank j's rows, in rank j's memory.
@@ -21,9 +17,9 @@ struct AttentionParams {
   CUtensorMap out[kMaxRanks];
 
   TileSchedule schedule;
+  int32_t num_rounds;  // in which the grid takes the tiles
   KeySpace keys;
   float scale_log2;    // softmax scale times log2(e)
-  float score_slack;   // kSlack in units of scores
   int32_t kv_group;    // query heads per key head
   int32_t head_phase;  // of the first local query head in its group
   float* lse;          // [B, H, Sq] or null

@@ -36,30 +36,14 @@ class Epilogue {
     }
   }
 
-  // Stages a finished tile and sends it, or leaves its slices to the steps to come.
+  // Stages a finished tile, its rows times `scale`, and sends it or leaves its slices to the steps to
+  // come.
   template <class Fragment>
-  __device__ __forceinline__ void store(QueryTile const& tile, Fragment const& acc) {
+  __device__ __forceinline__ void store(QueryTile const& tile, Fragment const& acc,
+                                        float const (&scale)[2]) {
     uint32_t const refused = claim_buffer();
-    stage_output<kCols>(smem_.o[group_], acc, smem_.inverse[group_][thread_], thread_);
+    stage_output<kCols>(smem_.o[group_], acc, scale, thread_);
     send_buffer(tile, refused);
-  }
-
-  // Notes by what the rows of the next store must be multiplied: the main loop has no registers for
-  // it. Every thread reads what it wrote.
-  __device__ __forceinline__ void remember(float const (&inverse)[2]) {
-    smem_.inverse[group_][thread_] = make_float2(inverse[0], inverse[1]);
-  }
-
-  // A tile that sees no key.
-  __device__ __forceinline__ void store_empty(QueryTile const& tile) {
-    uint32_t const refused = claim_buffer();
-    auto* const words = reinterpret_cast<uint4*>(smem_.o[group_]);
-    for (int i = thread_; i < static_cast<int>(sizeof(smem_.o[0]) / 16); i += kWarpgroup) {
-      words[i] = make_uint4(0, 0, 0, 0);
-    }
-    send_buffer(tile, refused);
-    float const lse[2] = {-INFINITY, -INFINITY};
-    store_lse(tile, lse);
   }
 
   // Natural logarithm of the sum of exponentials; stays on this rank.
@@ -78,7 +62,7 @@ class Epilogue {
   __device__ __forceinline__ void finish() {
     if (thread_ == 0) {
       store_rest<kCols>(smem_.pending[group_], smem_.o[group_], params_.slice_rows);
-      announce_end(params_.workspace);
+      announce_end();
       bulk_wait<0>();
     }
   }

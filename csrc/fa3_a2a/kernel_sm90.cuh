@@ -33,6 +33,7 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "epilogue_a2a.cuh"
 #include "mainloop.cuh"
 
 namespace xstage {
@@ -41,8 +42,22 @@ template <class Traits>
 __device__ __forceinline__ void math_role(AttentionParams const& params,
                                           Fa3SharedStorage<Traits>& smem, TileWalk walk, int group,
                                           int thread) {
+  MathRole<Traits> math(params, smem, group, thread);
   Epilogue<Traits> epilogue(params, smem, group, thread);
-  MathRole<Traits>(params, smem, group, thread).run(walk, epilogue);
+  typename MathRole<Traits>::FragmentO out;  // ((2,2,D/8),1,1)
+  QueryTile tile;
+  while (walk.next(tile)) {
+    typename MathRole<Traits>::Softmax softmax(params.scale_log2);
+    float inverse[2] = {0.0f, 0.0f}, lse[2] = {-INFINITY, -INFINITY};
+    if (math.run(tile, out, softmax, [&] { epilogue.each_step(); })) {
+      softmax.finish(inverse, lse);
+    } else {
+      cute::clear(out);
+    }
+    epilogue.store(tile, out, inverse);
+    epilogue.store_lse(tile, lse);
+  }
+  math.close();
   epilogue.finish();
   publish_block<Traits::kMathGroups * kWarpgroup, kDoneBarrier>(params.workspace,
                                                                 group * kWarpgroup + thread);
@@ -69,7 +84,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
-  TileWalk const walk{params.schedule, static_cast<int32_t>(blockIdx.x),
+  TileWalk const walk{params.schedule, params.num_rounds, static_cast<int32_t>(blockIdx.x),
                       static_cast<int32_t>(gridDim.x),
                       params.schedule.num_groups == 0 ? kNoTiles : 0};
   if (warpgroup == 0) {

@@ -42,9 +42,8 @@ class OnlineSoftmax {
  public:
   static constexpr int kSize = kColumns / 2;
 
-  // slack: kSlack in units of scores, kSlack / scale_log2.
-  __device__ __forceinline__ OnlineSoftmax(float scale_log2, float slack)
-      : scale_log2_(scale_log2), slack_(slack) {}
+  __device__ __forceinline__ explicit OnlineSoftmax(float scale_log2)
+      : scale_log2_(scale_log2), slack_(kSlack / scale_log2) {}
 
   // Turns scores into probabilities in place. `rescale`: by what the output so far must be
   // multiplied. Returns false in the whole warp when that is one.
@@ -69,7 +68,8 @@ class OnlineSoftmax {
   __device__ __forceinline__ void finish(float (&inverse)[2], float (&lse)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float const sum = combine_quad(sum_[r], [](float a, float b) { return a + b; });
+      float const sum =
+          combine_quad(sum_[r][0] + sum_[r][1], [](float a, float b) { return a + b; });
       bool const empty = ceiling_[r] == -INFINITY;
       inverse[r] = empty ? 0.0f : 1.0f / sum;
       lse[r] = empty ? -INFINITY : offset_[r] * 0.69314718f + __logf(sum);
@@ -77,6 +77,9 @@ class OnlineSoftmax {
   }
 
  private:
+  // Probabilities stay below 2^kSlack: far from the end of float16, whose rounding (like that of
+  // bfloat16) is relative.
+  static constexpr float kSlack = 8.0f;
   // Elements of a thread before the end of the first and of the second part. The first is small:
   // its maxima have nothing to hide behind.
   static constexpr int kFirstEnd = 16;
@@ -102,7 +105,7 @@ class OnlineSoftmax {
 #pragma unroll
     for (int e = kBegin; e < kEnd; ++e) {
       scores(e) = exp2_approx(scores(e) * scale_log2_ - offset_[e / 2 % 2]);
-      sum_[e / 2 % 2] += scores(e);
+      sum_[e / 2 % 2][e % 2] += scores(e);
     }
   }
 
@@ -127,7 +130,8 @@ class OnlineSoftmax {
       offset_[r] = offset;
       ceiling_[r] = higher ? row_top + slack_ : ceiling_[r];
       rescale[r] = raised ? rescale[r] * factor : factor;
-      sum_[r] *= factor;
+      sum_[r][0] *= factor;
+      sum_[r][1] *= factor;
 #pragma unroll
       for (int e = 0; e < kDone; e += 4) {
         scores(e + 2 * r) *= factor;
@@ -138,10 +142,10 @@ class OnlineSoftmax {
   }
 
   float scale_log2_;
-  float slack_;
+  float slack_;  // kSlack in units of scores
   float offset_[2] = {0.0f, 0.0f};
   float ceiling_[2] = {-INFINITY, -INFINITY};
-  float sum_[2] = {};
+  float sum_[2][2] = {};
 };
 
 }  // namespace xstage

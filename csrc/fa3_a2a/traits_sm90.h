@@ -77,7 +77,6 @@ struct Fa3SharedStorage {
   MBarrier v_full[Traits::kStages];
   MBarrier v_empty[Traits::kStages];
   PendingStore pending[Traits::kMathGroups];
-  float2 inverse[Traits::kMathGroups][kWarpgroup];  // what normalises a thread's two rows
 };
 
 }  // namespace xstage

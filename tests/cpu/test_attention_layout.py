@@ -72,6 +72,27 @@ def test_longest_first_falls_in_work() -> None:
 
 
 @settings(max_examples=60, deadline=None)
+@given(plans(), st.integers(0, 2), st.integers(1, 40))
+def test_every_tile_is_dealt_once(plan: AttentionPlan, order: int, blocks: int) -> None:
+    plan = dataclasses.replace(plan, tile_order=order)
+    for rank in range(plan.world):
+        count = len(tiles(plan, rank, 2, 16))
+        dealt = ops.attention_deal(plan.words(), rank, 2, 16, blocks).flatten()
+        assert dealt[dealt >= 0].sort().values.tolist() == list(range(count))
+
+
+@pytest.mark.parametrize("rows", [4096, 8192, 16384, 20480])
+@pytest.mark.parametrize("heads", [8, 12, 16, 24])
+def test_causal_work_is_dealt_evenly(rows: int, heads: int) -> None:
+    """Longest first, over 132 blocks: the one with the most has at most 3% more than the mean."""
+    plan = AttentionPlan((rows,), (rows,), (heads,), tile_order=2)
+    first_row = torch.tensor(tiles(plan, 0, 1, 128))[:, 4]
+    work = torch.cat([(first_row + 128).float(), torch.zeros(1)])  # keys; the last for no tile
+    each = work[ops.attention_deal(plan.words(), 0, 1, 128, 132).long()].sum(0)
+    assert float(each.max()) <= 1.03 * float(each.mean())
+
+
+@settings(max_examples=60, deadline=None)
 @given(plans())
 def test_key_heads_cover_what_query_heads_read(plan: AttentionPlan) -> None:
     total = sum(plan.heads) // plan.kv_group
