@@ -8,6 +8,7 @@ from .version import __version__ as __version__
 _binary.load()
 
 from . import errors as errors  # noqa: E402
+from ._plan_report import plan_report as plan_report  # noqa: E402
 from .attention import UlyssesAttention as UlyssesAttention  # noqa: E402
 from .functional import ulysses_attention as ulysses_attention  # noqa: E402
 from .megamoe import MegaMoE as MegaMoE  # noqa: E402

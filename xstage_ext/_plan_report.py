@@ -11,7 +11,7 @@ import numpy as np
 from .machine import MachineProfile
 from .model import BurstGap, Regime, burst_shadow
 from .planner import ranking
-from .planner.choose import Decision, choose, family_plan, predicted_us
+from .planner.choose import Decision, choose, family_plan, predicted_us, profile_here
 from .planner.megamoe import MegaMoePlan
 from .planner.problem import MoEProblem
 from .simulate import TILE_COLUMNS, Assumptions, Simulation, simulate_megamoe, tile_us
@@ -79,6 +79,11 @@ class PlanReport:
             },
             "not_measured": self.beyond,
         }
+
+    def picture(self, path: pathlib.Path) -> None:
+        """The timeline of the first SMs and of the link, predicted, as PNG."""
+        title = f"{self.decision.action}, predicted by profile {self.decision.profile}"
+        draw_timeline(self.simulation, title, path)
 
     def second_opinion(self) -> str:
         """Whether the simulator would choose alike, and who decides."""
@@ -186,8 +191,24 @@ def burst_reports(
     return tuple(reports)
 
 
-def plan_report(problem: MoEProblem, profile: MachineProfile, **overrides: int) -> PlanReport:
-    """Decide, and collect what explains the decision."""
+def plan_report(
+    problem: MoEProblem, profile: MachineProfile | None = None, **overrides: int
+) -> PlanReport:
+    """Decide, and collect what explains the decision: `text()`, `as_dict()`, `picture(path)`.
+
+    Parameters
+    ----------
+    profile : MachineProfile, optional
+        `machine.load(name)`; None: this GPU's.
+    **overrides : int
+        Fields of `MegaMoePlan` that are given, not chosen.
+
+    Raises
+    ------
+    PlanError
+        An override is no field, or makes the plan impossible.
+    """
+    profile = profile_here() if profile is None else profile
     decision = choose(problem, profile, **overrides)
     simulation = simulate_megamoe(
         decision.plan, problem.even_counts(), profile, trace=True, num_tokens=problem.load

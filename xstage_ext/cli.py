@@ -17,7 +17,7 @@ from rich.table import Table
 
 from . import _binary, _env, machine, simulate
 from ._cli_words import SHAPE_HELP, heaviest_rank, moe_problem
-from ._plan_report import beyond_measurement, draw_timeline, plan_report
+from ._plan_report import beyond_measurement, plan_report
 from .errors import XStageError
 from .model import BurstGap, Regime, burst_shadow
 from .planner import attention_choice
@@ -71,8 +71,7 @@ def plan_moe(
     else:
         typer.echo(report.text())
     if picture is not None:
-        title = f"{report.decision.action}, predicted by profile {report.decision.profile}"
-        draw_timeline(report.simulation, title, picture)
+        report.picture(picture)
         typer.echo(f"picture {picture}", err=True)
 
 

@@ -69,7 +69,10 @@ def is_supported(problem: object, device: torch.device | str | int | None = None
 
 
 def explain(problem: object, device: torch.device | str | int | None = None) -> str:
-    """What would happen to a problem on a device, and why, in a few sentences."""
+    """What would happen to a problem on a device, and why, in a few sentences.
+
+    The numbers behind it, for a mixture-of-experts layer: `plan_report`.
+    """
     resolved = resolve_device(device)
     reason = why_not(problem, resolved)
     return describe(problem, resolved) if reason is None else f"falls back: {reason}"

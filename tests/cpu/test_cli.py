@@ -12,6 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import xstage_ext
 from xstage_ext import _plan_report, cli, machine
 from xstage_ext.errors import CalibrationError
 from xstage_ext.model import BurstGap
@@ -83,6 +84,17 @@ def test_plans_for_larger_worlds_say_what_was_not_measured():
         assert words in json.loads(run(*command, "--world", "8", "--json"))["not_measured"]
         assert "Not measured" not in run(*command, "--world", "2")
         assert json.loads(run(*command, "--world", "2", "--json"))["not_measured"] is None
+
+
+def test_plan_report_without_a_profile(tmp_path):
+    problem = MoEProblem(
+        world=2, num_experts=8, topk=2, hidden=256, intermediate=128, max_tokens=64
+    )
+    report = xstage_ext.plan_report(problem, store=0)
+    assert report.decision.profile == PROFILE.name
+    assert json.loads(json.dumps(report.as_dict()))["decision"]["plan"]["store"] == 0
+    report.picture(tmp_path / "a" / "p.png")
+    assert (tmp_path / "a" / "p.png").stat().st_size > 10_000
 
 
 def test_plan_report_compares_ranking_and_simulator():
