@@ -120,39 +120,30 @@ def rate_from_slope(volume: npt.ArrayLike, time_us: npt.ArrayLike, route: str) -
     return bootstrap(rate, x, y, route)
 
 
-def accepted(begin: FloatArray, end: FloatArray, nbytes: float, at_us: npt.ArrayLike) -> FloatArray:
-    """Bytes of all producers that were accepted by each of some times.
+def throughput(
+    begin: FloatArray, end: FloatArray, nbytes: float, low_us: float, high_us: float
+) -> float:
+    """Rate in GB/s at which all producers' bytes were accepted between two times.
 
     Parameters
     ----------
     begin, end : array [producers, bursts]
-        Stamps on one time axis; NaN where there was no burst. Inside a burst bytes are taken to be
-        accepted evenly.
+        Stamps on one time axis; NaN where there was no burst.
     nbytes : float
         Bytes of one burst of one producer.
-    at_us : array [n]
+    low_us, high_us : float
+        The window. Inside a burst bytes are taken to be accepted evenly. While the pipe stays full
+        what was accepted has also left, so this is the drain rate.
     """
-    at = np.asarray(at_us, np.float64)
-    total = np.zeros(at.shape)
+    total = 0.0
     for b, e in zip(begin, end, strict=True):
         seen = np.isfinite(b) & np.isfinite(e)
         times = np.column_stack([b[seen], e[seen]]).ravel()
         if len(times) == 0:
             continue
         count = np.repeat(np.arange(len(times) // 2 + 1), 2)[1:-1]
-        total += np.interp(at, times, count)
-    return total * nbytes
-
-
-def throughput(
-    begin: FloatArray, end: FloatArray, nbytes: float, low_us: float, high_us: float
-) -> float:
-    """Rate in GB/s at which all producers' bytes were `accepted` between two times.
-
-    While the pipe stays full what was accepted has also left, so this is the drain rate.
-    """
-    first, last = accepted(begin, end, nbytes, [low_us, high_us])
-    return float(last - first) / (high_us - low_us) / BYTES_PER_US_PER_GBPS
+        total += float(np.interp(high_us, times, count) - np.interp(low_us, times, count))
+    return total * nbytes / (high_us - low_us) / BYTES_PER_US_PER_GBPS
 
 
 @dataclasses.dataclass(frozen=True)

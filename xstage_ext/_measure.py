@@ -107,15 +107,20 @@ def service_shares(trace: Trace, low_us: float, high_us: float) -> list[float]:
 
 
 def accepted_curve(trace: Trace, high_us: float) -> list[tuple[float, int]]:
-    """(time since the first store, bytes accepted by then) of a saturated train, up to a time.
+    """(time since the first stores, bytes accepted by then) of a saturated train, up to a time.
 
-    From the end of everybody's first burst on: inside it bytes are not accepted evenly, since the
-    pipe is empty when it begins.
+    Interpolated between ends of bursts, where every producer's queue is full: in the bench's own
+    gap behind each it runs low and then fills up again at once. From everybody's first end on.
     """
-    start = float(np.nanmin(trace.begin[:, 0]))
-    times = np.geomspace(max(float(np.nanmax(trace.done[:, 0])) - start, 1.0), high_us - start, 24)
-    taken = _fits.accepted(trace.begin, trace.done, trace.point.nbytes, start + times)
-    return [(float(t), round(float(taken_by))) for t, taken_by in zip(times, taken, strict=True)]
+    start = float(np.nanmean(trace.begin[:, 0]))
+    first = max(float(np.nanmax(trace.done[:, 0])) - start, 1.0)
+    times = np.geomspace(first, max(high_us - start, first), 24)
+    bursts = np.zeros(len(times))
+    for done in trace.done:
+        ends = done[np.isfinite(done)]
+        bursts += np.interp(start + times, ends, np.arange(1, len(ends) + 1))
+    taken = bursts * trace.point.nbytes
+    return [(float(t), round(float(so_far))) for t, so_far in zip(times, taken, strict=True)]
 
 
 def train_row(trace: Trace, kind: str) -> Row:
@@ -126,7 +131,6 @@ def train_row(trace: Trace, kind: str) -> Row:
     row = label(trace.point, kind) | distribution(times)
     row["R_GBps"] = _fits.throughput(trace.begin, trace.done, trace.point.nbytes, low, high)
     row["gap_seen_us"] = float(np.nanmean(np.where(inside, gaps, np.nan)))
-    row["backlog_us"] = float(np.median(trace.drain_us))
     if trace.point.gap_us == 0.0 and trace.point.gaps_us is None:
         row["shares"] = service_shares(trace, low, high)
         row["accepted"] = accepted_curve(trace, high)

@@ -143,7 +143,7 @@ def fit_Q(
     slowest: bool,
     shares: tuple[float, ...] = (),
 ) -> tuple[ProducerCurve, list[Finding]]:
-    """Q(K): the knee of isolated bursts; beside it the backlog that a saturated train leaves.
+    """Q(K): the knee of isolated bursts; beside it the lead of a saturated train over the drain.
 
     The mean producer's knee allows for unequal service (`ProducerTrain.isolated`).
     """
@@ -170,13 +170,9 @@ def fit_Q(
         findings.append(Finding(f"{mechanism}/{name}@{K}", capacity, True))
         producers.append(float(K))
         values.append(max(0.0, capacity.value))
-        if not slowest:
-            saturated = _saturated(rows, mechanism, K, T0)
-            findings += [
-                Finding(f"{mechanism}/{name}@{K}", estimate, False)
-                for estimate in (_ahead(saturated), _backlog(saturated, rows, mechanism, K, rate))
-                if estimate is not None
-            ]
+        lead = None if slowest else _lead(_saturated(rows, mechanism, K, T0), rate)
+        if lead is not None:
+            findings.append(Finding(f"{mechanism}/{name}@{K}", lead, False))
     if not producers:
         raise CalibrationError(
             f"{mechanism}: Q: no number of producers overfilled the link; send longer bursts"
@@ -206,12 +202,15 @@ def _knee_of_unequal(
         error = np.array([mean[B] for B in nbytes]) - seen
         return float(np.sum(np.abs(error) / (0.05 + 0.03 * seen)))
 
-    most = float(K * sizes[-1])
-    found = optimize.minimize_scalar(misfit, bounds=(0.0, most), method="bounded")
+    # The misfit has more than one minimum: a grid first.
+    grid = np.linspace(0.0, 2.0, 41) * start.value
+    best = int(np.argmin([misfit(Q) for Q in grid]))
+    near = (float(grid[max(best - 1, 0)]), float(grid[min(best + 1, 40)]))
+    found = float(optimize.minimize_scalar(misfit, bounds=near, method="bounded").x)
     # The interval of the plain knee, moved: the same scatter makes it.
-    shift = float(found.x) - start.value
+    shift = found - start.value
     route = start.route.replace("knee", "knee, producers served by their shares")
-    return Estimate(float(found.x), start.low + shift, start.high + shift, route, start.points)
+    return Estimate(found, start.low + shift, start.high + shift, route, start.points)
 
 
 def _saturated(rows: list[Row], mechanism: str, K: int, T0: IssueTable) -> list[Row]:
@@ -223,32 +222,20 @@ def _saturated(rows: list[Row], mechanism: str, K: int, T0: IssueTable) -> list[
     ]
 
 
-def _ahead(trains: list[Row]) -> Estimate | None:
+def _lead(trains: list[Row], rate: float) -> Estimate | None:
     """How far the bytes that a saturated train handed over are ahead of those that have left.
 
-    They are Q + R t once the pipe is full: the line through them, read at the train's beginning.
+    Handed over are Q + R t once the pipe is full. Read soon after, before an error of R counts.
     """
-    curves = [np.array(row["accepted"]).T for row in trains if "accepted" in row]
-    if not curves:
+    leads = []
+    for row in trains:
+        times, taken = np.array(row.get("accepted", np.empty((0, 2)))).T
+        soon = times <= 2.0 * times[:1]
+        leads.append(taken[soon] - rate * _fits.BYTES_PER_US_PER_GBPS * times[soon])
+    if not any(len(lead) for lead in leads):
         return None
-    ahead = [float(np.polyfit(times, taken, 1)[1]) for times, taken in curves]
-    return _fits.median(ahead, "lead of a saturated train over the drain", fewest=1)
-
-
-def _backlog(
-    trains: list[Row], rows: list[Row], mechanism: str, K: int, rate: float
-) -> Estimate | None:
-    """What is still in flight when a saturated train ends, less the latency of an empty pipe."""
-    empty = [
-        row["visible_mean"] - row["mean"]
-        for row in select(rows, kind="isolated", mechanism=mechanism, K=K, fence=True, local=False)
-        if row["B"] <= 2 * KIB
-    ]
-    if not trains or not empty:
-        return None
-    waits = column(trains, "backlog_us") - float(np.median(empty))
-    bytes_left = waits * rate * _fits.BYTES_PER_US_PER_GBPS
-    return _fits.median(bytes_left, "backlog of a saturated train", fewest=1)
+    values = [float(np.median(lead)) for lead in leads if len(lead)]
+    return _fits.median(values, "lead of a saturated train over the drain", fewest=1)
 
 
 def fit_visibility(

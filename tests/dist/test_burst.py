@@ -107,10 +107,21 @@ def test_the_law_holds_on_one_train(session: Session) -> None:
     with meeting(session):
         if session.leads:
             point = Point("bulk", session.bench.num_sms, 49152)
-            rate = _measure.train(session.bench, point)["R_GBps"]
+            spaced = dataclasses.replace(point, gap_us=7.0)
             gap = validate.BenchGap(*_measure.gap_overhead(session.bench)).mean(7.0)
-            seen = _measure.train(session.bench, dataclasses.replace(point, gap_us=7.0))["mean"]
-            assert seen == pytest.approx(point.volume / rate / 1e3 - gap, rel=0.05)
+            # In turns: now and then a train runs 5% slower than those around it.
+            rates, seen = zip(
+                *(
+                    (
+                        _measure.train(session.bench, point)["R_GBps"],
+                        _measure.train(session.bench, spaced)["mean"],
+                    )
+                    for _ in range(9)
+                ),
+                strict=True,
+            )
+            expected = point.volume / float(np.median(rates)) / 1e3 - gap
+            assert np.median(seen) == pytest.approx(expected, rel=0.05)
 
 
 def test_copies_of_a_peer_are_visible_only_behind_a_fence(session: Session) -> None:
