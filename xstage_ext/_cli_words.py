@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 import typer
@@ -40,6 +42,8 @@ def heaviest_rank(
         raise typer.BadParameter(f"routing: expected one of {', '.join(LAWS)}, got {law}")
     try:
         power = float(exponent or 0.5)
+        if not math.isfinite(power):
+            raise ValueError
     except ValueError:
         raise typer.BadParameter(
             f"routing: expected a number behind {law}:, e.g. {law}:0.5, got {exponent}"

@@ -78,10 +78,10 @@ def plan_moe(
 @plan_app.command("attention")
 def plan_attention(
     heads: Annotated[str, typer.Argument(help="Query heads, or query/key heads, e.g. 40/8.")],
-    head_dim: Annotated[int, typer.Option(help="Size of a head.")],
+    head_dim: Annotated[int, typer.Option(min=1, help="Size of a head.")],
     sequence: Annotated[int, typer.Option(help="Rows of the whole sequence.")],
     world: Annotated[int, typer.Option(help="Ranks of the group.")] = 8,
-    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
     causal: Annotated[bool, typer.Option(help="Causal mask.")] = False,
     profile: Profile = None,
     as_json: AsJson = False,
@@ -181,7 +181,7 @@ def simulate_command(
     tokens: Annotated[int, typer.Option(help="Tokens per rank and call.")],
     world: Annotated[int, typer.Option(help="Ranks of the group.")] = 2,
     routing: Annotated[str, typer.Option(help="Law, e.g. balanced or zipf:0.5.")] = "balanced",
-    seed: Annotated[int, typer.Option(help="Of the routing.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the routing.")] = 0,
     profile: Profile = None,
     as_json: AsJson = False,
 ) -> None:
@@ -364,7 +364,7 @@ def main() -> None:
     """Entry point; errors of the package are one line, not a traceback."""
     try:
         app()
-    except XStageError as error:
+    except (XStageError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise SystemExit(1) from None
 

@@ -159,7 +159,10 @@ def test_errors_are_one_line():
     ("arguments", "expected"),
     [
         (["simulate", *MOE, "--routing", "zipf:x"], "expected a number behind zipf:"),
+        (["simulate", *MOE, "--routing", "zipf:nan"], "expected a number behind zipf:"),
         (["simulate", *MOE, "--routing", "even"], "routing: expected one of"),
+        (["simulate", *MOE, "--seed", "-1"], "--seed"),
+        (["plan", "attention", "8", "--head-dim", "0", "--sequence", "64"], "--head-dim"),
         (["explain", "--producers", "0"], "--producers"),
         (["explain", "--bytes", "0"], "--bytes"),
         (["explain", "--remote-share", "3"], "--remote-share"),
