@@ -1,7 +1,7 @@
 # Two commands do everything on a fresh machine, with a GPU or without:
 #
 #   make sweep    set up, build, and run the main job: 84 MoE configurations
-#   make test     set up, build, and run the tests
+#   make test     set up, build, and run the tests: test-gpu, test-ranks, test-cpu (-j2: the last beside them)
 #
 # Set-up means .venv with torch, the requirements and the built package (tools/bootstrap.py).
 #   make PYTHON=python3.12          another interpreter
@@ -16,7 +16,7 @@ BUILT := $(VENV)/built-$(EXTRA)
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml tools/build_facts.py tools/bootstrap.py
 RANKS := $(shell n=$$(nvidia-smi -L 2>/dev/null | grep -c '^GPU'); [ $$n -ge 2 ] && echo 2)
 
-.PHONY: all setup sweep test lint clean
+.PHONY: all setup sweep test test-cpu test-gpu test-ranks lint clean
 .DEFAULT_GOAL := setup
 
 setup: $(BUILT)
@@ -28,9 +28,17 @@ $(BUILT): $(SOURCES)
 sweep: $(BUILT)
 	$(VENV)/bin/python benchmarks/sweep_84.py
 
+test: test-gpu test-ranks test-cpu
+
+test-cpu: $(BUILT)
+	$(VENV)/bin/python -m pytest tests/cpu $(PYTEST_ARGS)
+
+# Tests between ranks skip here, with the reason.
+test-gpu: $(BUILT)
+	$(VENV)/bin/python -m pytest tests/gpu tests/dist $(PYTEST_ARGS)
+
 # One launch per file of tests/dist: a second NCCL group in one process was seen to hang.
-test: $(BUILT)
-	$(VENV)/bin/python -m pytest tests $(PYTEST_ARGS)
+test-ranks: test-gpu
 ifeq ($(RANKS),2)
 	for file in tests/dist/test_*.py; do \
 	  $(VENV)/bin/python -m torch.distributed.run --nproc-per-node 2 -m pytest $$file -x || exit 1; \

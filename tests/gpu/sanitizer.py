@@ -17,7 +17,10 @@ def expect_nothing_found(tool: str, program: str, level: int) -> None:
     sanitizer = shutil.which("compute-sanitizer")
     if level < 2 or sanitizer is None:
         pytest.skip("needs compute-sanitizer and up to a minute; XSTAGE_TEST_LEVEL=2 runs it")
-    command = [sanitizer, "--tool", tool, sys.executable, "-m", f"tests.gpu.{program}"]
+    # The backtraces of the host that the tool takes at every launch keep Python's frames alive, and
+    # with them results and their slots.
+    options = ["--tool", tool, "--show-backtrace", "device"]
+    command = [sanitizer, *options, sys.executable, "-m", f"tests.gpu.{program}"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert f"{program}: ok" in result.stdout, result.stdout[-3000:] + result.stderr[-1000:]
     found = [line for line in result.stdout.splitlines() if "SUMMARY" in line]
