@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import importlib.metadata
 import os
 from collections.abc import Callable
 from typing import Any
@@ -254,6 +255,8 @@ class Bench:
         step = PREDICTED.get(name)
         if step is not None and self.world > 1:
             extra["predicted_us"] = round(self.decision.predicted_us[step], 1)
+        if name == "fa4":
+            extra["version"] = importlib.metadata.version("flash-attn-4")
         if name == "fused":
             plan = self.plan
             extra |= {"slice_bytes": plan.slice_bytes, "slice_steps": plan.slice_steps}
