@@ -110,10 +110,7 @@ class BurstGap:
         slowest : bool
             Predict the slowest producer instead of the mean one.
         """
-        curve = mechanism.R_GBps
-        if both_directions and mechanism.R_both_GBps is not None:
-            curve = mechanism.R_both_GBps
-        rate = curve(K)
+        rate = mechanism.rate_GBps(K, both_directions)
         capacity = mechanism.Q_slowest_bytes if slowest else mechanism.Q_bytes
         volume = _floats(K) * _floats(B_bytes) * _floats(remote_share)
         return cls(

@@ -84,25 +84,25 @@ class Assumptions:
     """
 
     setup_us: float = 13.0
-    exchange_us: float = 13.3
+    exchange_us: float = 13.8
     epilogue1_us: float = 2.6
-    epilogue2_us: float = 2.1
-    copies_us: float = 1.67
-    sustained: float = 0.925
+    epilogue2_us: float = 1.4
+    copies_us: float = 1.6
+    sustained: float = 0.917
     power_exponent: float = 0.342
     idle_us: float = 1050.0
     most_rate: float = 1.3
     half_share: float = 0.549
     local_share: float = 0.32
     combine_share: float = 0.79
-    sharing_penalty: float = 0.024
+    sharing_penalty: float = 0.0252
     prefetch_stages: int = 4
     block_k: int = 64
     l2_reuse: float = 0.725
-    hbm_share: float = 0.989
-    hbm_sm_share: float = 2.6
-    pull_rate: float = 0.446
-    pull_share: float = 0.546
+    hbm_share: float = 0.917
+    hbm_sm_share: float = 2.47
+    pull_rate: float = 0.447
+    pull_share: float = 0.531
     visibility_us: float | None = None
     tickets: bool = True
     jitter: float = 0.03
@@ -239,8 +239,8 @@ def simulate_megamoe(
     """
     rows = np.asarray(counts, dtype=np.int64)
     mechanism = profile.mechanism(MECHANISM_OF_STORE[STORES[plan.store]])
-    curve = mechanism.R_both_GBps or mechanism.R_GBps
-    rates = torch.from_numpy(curve(np.arange(plan.num_sms + 1, dtype=np.float64)))
+    producers = np.arange(plan.num_sms + 1, dtype=np.float64)
+    rates = torch.from_numpy(mechanism.rate_GBps(producers, both_directions=True))
 
     def run(rate: float, trace: bool) -> tuple[torch.Tensor, ...]:
         machine = _machine(plan, profile, coupling, assume, rows.sum(axis=0), rate)

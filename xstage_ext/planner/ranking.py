@@ -48,8 +48,7 @@ AT_HOME = "mixed paced 16 g8"
 
 def features(problem: MoEProblem, profile: machine.MachineProfile) -> list[float]:
     """Logarithms: time on the link over arithmetic, weights over arithmetic, m-blocks of a rank."""
-    curve = profile.mechanism("bulk")
-    rate = float((curve.R_both_GBps or curve.R_GBps)(profile.gpu.num_sms))
+    rate = float(profile.mechanism("bulk").rate_GBps(profile.gpu.num_sms, both_directions=True))
     compute_us = max(problem.flops, 1.0) / profile.rates.matrix_tflops["bf16"] / 1e6
     link_us = max(problem.egress_bytes, 1.0) / rate / 1e3
     weights_us = problem.weight_bytes / profile.rates.hbm_GBps / 1e3
