@@ -24,6 +24,7 @@ import _report
 import _sweep
 
 FEWEST = 20  # samples that a median should have
+PAGES = [_report.ROOT / "README.md", *sorted(_report.ROOT.glob("csrc/*/README.md"))]
 PLACE = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- /results -->)", re.DOTALL)
 Line = Mapping[str, Any]
 
@@ -147,6 +148,78 @@ def _cell(line: Line | None) -> str:
     return f"{line['us_median']:.1f}{wrong}"
 
 
+def _shapes(file: str, op: str) -> dict[str, dict[str, Line]]:
+    """Measured lines by shape and arm."""
+    found: dict[str, dict[str, Line]] = {}
+    for line in _report.read(file):
+        if line["op"] == op and line["n"] > 0:
+            found.setdefault(_shape(line), {})[line["arm"]] = line
+    return found
+
+
+def _times(arms: Mapping[str, Line], slow: str, fast: str) -> str:
+    """How many times as long one arm takes as another."""
+    if slow not in arms or fast not in arms:
+        return "-"
+    return f"{arms[slow]['us_median'] / arms[fast]['us_median']:.3f}"
+
+
+def attention_rates() -> str:
+    """Attention alone: rate, and how much faster than its rivals."""
+    shapes = _shapes("attention.jsonl", "attention")
+    rows = [
+        [
+            name,
+            f"{arms['fa3']['tflops']:.0f}",
+            *(_times(arms, rival, "fa3") for rival in ("cudnn", "fa4")),
+        ]
+        for name, arms in shapes.items()
+    ]
+    last = [arms["fa3"] for arms in shapes.values()]
+    head = ["rows and heads", "TFLOP/s", "times cuDNN's rate", "times flash-attn-4's"]
+    return markdown(head, rows) + "\n\n" + origin(last)
+
+
+def fused_ratios() -> str:
+    """Attention with its All-to-All: over attention alone, and others over it."""
+    others = ("fused burst", "fused coupled", "fa3 + a2a", "fa3 + nccl", "cudnn + nccl")
+    shapes = _shapes("attention.jsonl", "attention_a2a")
+    rows = [
+        [
+            name,
+            *(f"{arms[arm]['us_median']:.1f}" for arm in ("fa3", "fused")),
+            _times(arms, "fused", "fa3"),
+            *(_times(arms, arm, "fused") for arm in others),
+        ]
+        for name, arms in shapes.items()
+    ]
+    last = [arms["fused"] for arms in shapes.values()]
+    head = ["rows and heads of one rank", "alone, us", "fused, us", "fused over alone"]
+    head += [f"{arm} over fused" for arm in others]
+    return markdown(head, rows) + "\n\n" + origin(last)
+
+
+def a2a_rates() -> str:
+    """The All-to-All: time and rate on the link by size and direction."""
+    arms = {"auto-0": "default", "bulk-0": "bulk", "vector-0": "vector", "padded-0": "padded rows"}
+    arms |= {"permute+nccl": "permute, NCCL, permute", "nccl": "NCCL alone"}
+    lines = [line for line in _report.read("a2a.jsonl") if line["n"] > 0]
+    found: dict[tuple[str, float], dict[str, Line]] = {}
+    for line in lines:
+        where = line["shape"]["direction"], line["remote_MB"]
+        found.setdefault(where, {})[line["arm"]] = line
+
+    def cell(line: Line | None) -> str:
+        return "-" if line is None else f"{line['us_median']:.1f} ({line['egress_GBps']:.0f})"
+
+    rows = [
+        [f"{size:.2f} MB to {direction}", *(cell(by_arm.get(arm)) for arm in arms)]
+        for (direction, size), by_arm in found.items()
+    ]
+    head = ["remote bytes of a call", *(f"{name}, us (GB/s)" for name in arms.values())]
+    return markdown(head, rows) + "\n\n" + origin(lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "sweep": sweep,
     "a2a": by_arm("a2a.jsonl", "torchrun --nproc-per-node 2 benchmarks/bench_a2a.py"),
@@ -158,6 +231,9 @@ TABLES: dict[str, Callable[[], str]] = {
         "megamoe_rival.jsonl",
         "torchrun --nproc-per-node 2 benchmarks/bench_megamoe.py --out megamoe_rival.jsonl",
     ),
+    "attention-rates": attention_rates,
+    "fused-ratios": fused_ratios,
+    "a2a-rates": a2a_rates,
 }
 
 
@@ -176,7 +252,7 @@ def render(text: str) -> str:
 def main() -> int:
     """Render or check pages; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("files", nargs="*", type=pathlib.Path, default=[_report.ROOT / "README.md"])
+    parser.add_argument("files", nargs="*", type=pathlib.Path, default=PAGES)
     parser.add_argument("--check", action="store_true", help="change nothing, fail on difference")
     arguments = parser.parse_args()
     stale = []

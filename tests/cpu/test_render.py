@@ -10,7 +10,8 @@ import subprocess
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/*.md"))]
+PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/*.md"))]
+PAGES += [str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/*/README.md")]
 
 
 @pytest.fixture
@@ -79,6 +80,29 @@ def test_tables_by_arm(render, results):
     (results / "a2a.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
     assert "| other | fused, us |\n|---|---:|\n| MB=4 | 7.0 |" in render.TABLES["a2a"]()
     assert "No results yet" in render.TABLES["attention"]()
+
+
+def test_tables_of_ratios(render, results):
+    shape = {"name": "s", "rows": 4096, "heads": 12, "head_dim": 128, "causal": False}
+    row = {"op": "attention", "shape": shape, "world": 1, "n": 20, "ok": True} | FACTS
+    lines = [
+        row | {"arm": "fa3", "us_median": 100.0, "tflops": 700.4},
+        row | {"arm": "cudnn", "us_median": 110.0, "tflops": 636.7},
+    ]
+    fused = row | {"op": "attention_a2a", "world": 2}
+    lines += [
+        fused | {"arm": arm, "us_median": us}
+        for arm, us in (("fa3", 100.0), ("fused", 104.0), ("fa3 + a2a", 130.0))
+    ]
+    (results / "attention.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
+    assert "| s: 4,096 rows, 12 x 128 | 700 | 1.100 | - |" in render.TABLES["attention-rates"]()
+    ratios = render.TABLES["fused-ratios"]()
+    assert "| s: 4,096 rows, 12 x 128 | 100.0 | 104.0 | 1.040 | - | - | 1.250 | - | - |" in ratios
+    shape = {"direction": "heads", "rows": 1024, "heads": 24, "D": 128}
+    row = {"op": "ulysses_a2a", "shape": shape, "world": 2, "n": 20, "remote_MB": 32.0} | FACTS
+    line = row | {"arm": "auto-0", "us_median": 94.2, "egress_GBps": 339.7}
+    (results / "a2a.jsonl").write_text(json.dumps(line) + "\n")
+    assert "| 32.00 MB to heads | 94.2 (340) | - |" in render.TABLES["a2a-rates"]()
 
 
 def test_unknown_place_is_refused(render):
