@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from xstage_ext import _measure, _profile_fit, _scores, calibrate, machine, validate
+from xstage_ext import _scores, calibrate, machine, validate
 from xstage_ext._measure import Row, label
-from xstage_ext.burst import BurstLoopPlan, BurstPlan, Point, Trace, burst_plan, largest_row
+from xstage_ext.burst import BurstLoopPlan, BurstPlan, Point, burst_plan, largest_row
 from xstage_ext.errors import CalibrationError, ProfileError
 from xstage_ext.planner import wire
 
@@ -191,27 +191,6 @@ def test_second_routes_find_the_truth() -> None:
             routes = routes_to(calibration, f"{name}/Q_bytes@{K}")
             lead = routes["lead of a saturated train over the drain"]
             assert lead == pytest.approx(Q(name, K), rel=0.02)
-
-
-def saturated_trace(K: int, nbytes: int, rate: float, capacity: float, gap: float) -> Trace:
-    """Producers served at 0.7 to 1.5 of the mean rate, whose queues never run dry in the gaps."""
-    weights = np.linspace(0.7, 1.5, K)
-    rates = weights / weights.sum() * rate * 1e3
-    ends = (np.arange(1, 60)[None, :] * nbytes - capacity / K) / rates[:, None]
-    begins = np.concatenate([np.zeros((K, 1)), ends[:, :-1] + gap], axis=1)
-    counts = np.full(K, ends.shape[1])
-    return Trace(
-        Point("bulk", K, nbytes), begins, ends, ends, ends, counts, counts, np.zeros(K), 1980.0
-    )
-
-
-def test_lead_of_a_train_is_the_capacity_however_unequal_the_service() -> None:
-    for K, nbytes, gap in ((33, 32768, 0.4), (NUM_SMS, 65536, 0.4), (NUM_SMS, 65536, 0.0)):
-        trace = saturated_trace(K, nbytes, 374.0, 1.3e6, gap)
-        curve = _measure.accepted_curve(trace, 500.0)
-        lead = _profile_fit._lead([{"accepted": curve}, {}], 374.0)
-        assert lead is not None and lead.value == pytest.approx(1.3e6, rel=0.03)
-    assert _profile_fit._lead([{}], 374.0) is None
 
 
 def test_every_issue_time_has_a_second_route_that_agrees(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from xstage_ext import _fits
+from xstage_ext import _fits, _measure, _profile_fit
+from xstage_ext.burst import Point, Trace
 from xstage_ext.errors import CalibrationError
 
 R, Q, T0 = 370.0, 2.6e6, 0.55
@@ -116,6 +117,27 @@ def test_median_and_its_interval() -> None:
     assert estimate.low <= estimate.value <= estimate.high
     with pytest.raises(CalibrationError, match="at least 5"):
         _fits.median([1.0, np.nan, 2.0], "samples")
+
+
+def saturated_trace(K: int, nbytes: int, rate: float, capacity: float, gap: float) -> Trace:
+    """Producers served at 0.7 to 1.5 of the mean rate, whose queues never run dry in the gaps."""
+    weights = np.linspace(0.7, 1.5, K)
+    rates = weights / weights.sum() * rate * 1e3
+    ends = (np.arange(1, 60)[None, :] * nbytes - capacity / K) / rates[:, None]
+    begins = np.concatenate([np.zeros((K, 1)), ends[:, :-1] + gap], axis=1)
+    counts = np.full(K, ends.shape[1])
+    return Trace(
+        Point("bulk", K, nbytes), begins, ends, ends, ends, counts, counts, np.zeros(K), 1980.0
+    )
+
+
+def test_lead_of_a_train_is_the_capacity_however_unequal_the_service() -> None:
+    for K, nbytes, gap in ((33, 32768, 0.4), (132, 65536, 0.4), (132, 65536, 0.0)):
+        trace = saturated_trace(K, nbytes, 374.0, 1.3e6, gap)
+        curve = _measure.accepted_curve(trace, 500.0)
+        lead = _profile_fit._lead([{"accepted": curve}, {}], 374.0)
+        assert lead is not None and lead.value == pytest.approx(1.3e6, rel=0.03)
+    assert _profile_fit._lead([{}], 374.0) is None
 
 
 def shadow_points(cross: float | None) -> tuple[np.ndarray, ...]:
