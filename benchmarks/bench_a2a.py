@@ -197,7 +197,7 @@ def main() -> None:
         bench = Bench(workspace, direction, megabytes, heads, args.sms)
         for row in bench.rows_of(bench.run(pairs=10 if args.quick else 20)):
             if writer is not None:
-                print(line(row), "ok" if row.ok else row.ok, flush=True)
+                print(line(row), flush=True)
                 writer.write(row)
     workspace.close()
     dist.destroy_process_group()

@@ -133,7 +133,7 @@ def main() -> None:
         )
     if not launched or dist.get_rank() == 0:
         for row in rows:
-            print(line(row), "" if row.ok is None else "ok" if row.ok else "WRONG")
+            print(line(row))
         if args.out:
             writer = ResultWriter(args.out)
             for row in rows:
