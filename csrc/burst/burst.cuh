@@ -355,10 +355,10 @@ __global__ void __launch_bounds__(kBurstThreads)
       // The gap is spent on the clock alone: nothing that could queue behind the last burst.
       spin_until(sync == Sync::kTimetable ? turn_clock(shared.origin, turn - go, plan.clock_khz)
                                           : turn);
-      // Meeting 0 was the common start.
-      if (sync == Sync::kBarrier &&
-          !meet_relaxed(params.workspace, static_cast<uint64_t>(n + 2) * gridDim.x)) {
-        shared.go_on = 0;
+      // Meeting 0 was the common start. After one that gave up all others give up at once, and the
+      // rest of the bursts is over soon.
+      if (sync == Sync::kBarrier) {
+        meet_relaxed(params.workspace, static_cast<uint64_t>(n + 2) * gridDim.x);
       }
     }
     __syncthreads();
