@@ -64,8 +64,9 @@ def parse(text: str, source: str) -> list[Kernel]:
         if match := ENTRY.search(line):
             kernels.append(Kernel(match[1], match[2], source))
         elif kernels and (match := STACK.search(line)):
-            kernels[-1].stack_bytes = int(match[1])
-            kernels[-1].spill_bytes = int(match[2]) + int(match[3])
+            # Also of functions that were not inlined, which follow their kernel.
+            kernels[-1].stack_bytes = max(kernels[-1].stack_bytes, int(match[1]))
+            kernels[-1].spill_bytes += int(match[2]) + int(match[3])
         elif kernels and (match := USED.search(line)):
             kernels[-1].registers = int(match[1])
             shared = SHARED.search(line)

@@ -84,6 +84,8 @@ ptxas info    : Compiling entry function '_Z4slowPf' for 'sm_90a'
 ptxas info    : Function properties for _Z4slowPf
     40 bytes stack frame, 36 bytes spill stores, 44 bytes spill loads
 ptxas info    : Used 255 registers, used 0 barriers
+ptxas info    : Function properties for _Z10not_inlinedv
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 """
 
 
