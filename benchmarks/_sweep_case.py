@@ -187,25 +187,27 @@ RARELY = 4
 
 def time_plans(
     calls: Mapping[str, Call], rounds: int, first: int, always: Collection[str]
-) -> dict[str, list[float]]:
-    """Samples of many plans and of "serial", us: all in the `first` rounds, then the fastest.
+) -> list[tuple[str, float]]:
+    """Samples of many plans and of "serial", us, in the order of time.
+
+    All plans run in the `first` rounds, then the fastest.
 
     Every round runs in an order of its own: power limits act over tens of milliseconds, so that a
     plan is as fast as those before it allow. Plans in `always` stay whatever they take.
     """
-    samples: dict[str, list[float]] = {name: [] for name in calls}
+    sequence: list[tuple[str, float]] = []
     chosen = [name for name in calls if name != "serial"]
     for number in range(rounds):
         if number == first > 0:
-            by_time = sorted(chosen, key=lambda name: float(np.median(samples[name])))
+            seen = {name: [us for one, us in sequence if one == name] for name in chosen}
+            by_time = sorted(chosen, key=lambda name: float(np.median(seen[name])))
             kept = {*by_time[:MOST_KEPT], *always}
             chosen = [name for name in chosen if name in kept]
         order = [*chosen, *(["serial"] if number % RARELY == 0 else [])]
         random.Random(number).shuffle(order)  # the same on every rank
         timings = time_arms({name: calls[name] for name in order}, pairs=1, warmup=0)
-        for name, timing in timings.items():
-            samples[name] += timing.samples_us
-    return samples
+        sequence += [(name, timing.samples_us[0]) for name, timing in timings.items()]
+    return sequence
 
 
 def distinct(named: Iterable[tuple[str, MegaMoePlan]]) -> dict[str, MegaMoePlan]:

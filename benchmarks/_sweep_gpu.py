@@ -21,6 +21,7 @@ import numpy as np
 import sweep_84
 import torch
 import torch.distributed as dist
+from _level import levelled
 from _ranks import on_ranks
 from _sweep import ARMS, Config
 from _sweep_case import Case, Stages, distinct, time_plans
@@ -149,7 +150,7 @@ def measure(
         ok, error = case.check(calls)
     with stages("times"):
         kept = [*task.timed, *(name for name in task.plans if name in ranking.FAMILIES)]
-        samples = time_plans(calls, job.pairs, job.first, kept)
+        sequence = time_plans(calls, job.pairs, job.first, kept)
     with stages("trace"):
         names = dict.fromkeys(task.arms[arm] for arm in TRACED)
         traces = {name: case.spans(name) for name in names} if _on_gpu(workspace) else {}
@@ -157,7 +158,10 @@ def measure(
     case.close()
     if rank != 0:
         return []
+    raw = {name: [us for one, us in sequence if one == name] for name in calls}
+    samples = levelled([(name, us) for name, us in sequence if name != "serial"])
     times = {name: Timing.of(seen) for name, seen in samples.items()}
+    times["serial"] = Timing.of(raw["serial"])
     serial = next(row for row in task.predicted if row.arm == sweep_84.BASELINE)
     serial = dataclasses.replace(
         serial, arm="serial", extra={k: v for k, v in serial.extra.items() if k in sweep_84.FACTS}
@@ -168,7 +172,7 @@ def measure(
         extra = {"measured_as": name, "relative_error": error}
         rows.append(_plans.measured(row, times[name], ok[name], extra))
     spans = [_trace_row(task, name, times[name], trace) for name, trace in traces.items()]
-    return [*rows, *spans, _plans_row(task, samples, ok)]
+    return [*rows, *spans, _plans_row(task, samples, raw, ok)]
 
 
 TRACED = ("wave/st", "planner")
@@ -187,11 +191,13 @@ def _trace_row(task: Task, name: str, timing: Timing, trace: dict[str, float]) -
     return _report.Row(_plans.TRACE_OP, name, key, world, *us, timing.n, extra=extra)
 
 
-def _plans_row(task: Task, samples: dict[str, list[float]], ok: dict[str, bool]) -> _report.Row:
+def _plans_row(
+    task: Task, samples: dict[str, list[float]], raw: dict[str, list[float]], ok: dict[str, bool]
+) -> _report.Row:
     """One row for all plans of a configuration; see `_plans.py`.
 
     `halves_us` are medians of every other sample: choose by one, judge by the other. `samples_us`
-    are in the order of the rounds.
+    are in the order of the rounds, as the clock said; times are of levelled samples.
     """
     plans = []
     for name, plan in task.plans.items():
@@ -202,7 +208,8 @@ def _plans_row(task: Task, samples: dict[str, list[float]], ok: dict[str, bool])
             {"name": name, "plan": list(dataclasses.astuple(plan)), "ok": ok[name], "n": timing.n}
             | {key: round(us, 2) for key, us in times.items()}
             | {"halves_us": [round(us, 2) for us in halves]}
-            | {"samples_us": [round(us, 1) for us in samples[name]]}
+            | {"samples_us": [round(us, 1) for us in raw[name]]}
+            | {"raw_us": round(Timing.of(raw[name]).us_median, 2)}
         )
     best = min((Timing.of(samples[name]) for name in task.plans), key=lambda t: t.us_median)
     return _report.Row(

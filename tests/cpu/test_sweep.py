@@ -176,6 +176,7 @@ def test_measuring_checks_and_times_every_arm(benchmarks, tmp_path):
     for plan in grid["plans"]:
         assert plan["ok"] and plan["n"] == len(plan["samples_us"]) in (2, 6)
         assert 0 < plan["us_p10"] <= plan["us"] <= plan["us_p90"]
+        assert plan["raw_us"] == pytest.approx(np.median(plan["samples_us"]), abs=0.1)
     for row in rows:
         assert row["ok"] is True
         assert "predicted" not in row
@@ -186,6 +187,54 @@ def test_measuring_checks_and_times_every_arm(benchmarks, tmp_path):
         else:
             assert row["n"] == 6
             assert row["us_median"] == pytest.approx(times[row["measured_as"]]["us"], abs=0.01)
+
+
+def turns(times, rounds, level):
+    """Samples of plans in rounds of random order, on a machine whose state is `level(k)`."""
+    random = np.random.default_rng(3)
+    sequence = []
+    for _ in range(rounds):
+        for name in random.permutation(list(times)):
+            noise = float(np.exp(1e-3 * random.standard_normal()))
+            sequence.append((str(name), times[name] * level(len(sequence)) * noise))
+    return sequence
+
+
+def test_levels_take_out_what_neighbours_share(benchmarks):
+    """A machine that wanders by 8%, as at a power limit, hides half a percent."""
+    level = benchmarks("_level")
+    times = {"a": 4000.0, "b": 4020.0, "c": 4400.0, "d": 4010.0, "e": 3990.0}
+
+    def wander(k):
+        return 1.0 + 0.08 * np.sin(k / 9.0) * np.sin(k / 31.0)
+
+    sequence = turns(times, 20, wander)
+    found = level.levelled(sequence)
+    raw = {name: [us for one, us in sequence if one == name] for name in times}
+    assert [len(found[name]) for name in times] == [20] * 5
+
+    def spread(samples):
+        """Of the plans' errors: what they have in common does not count."""
+        return np.std([np.log(np.median(samples[name]) / times[name]) for name in times])
+
+    assert spread(found) < 1e-3 and 3 * spread(found) < spread(raw)
+    seen = level.levels(sequence)
+    assert np.corrcoef(seen, [wander(k) for k in range(len(seen))])[0, 1] > 0.97
+
+
+def test_levels_of_plans_with_few_samples_come_from_the_others(benchmarks):
+    level = benchmarks("_level")
+    times = {"a": 100.0, "b": 101.0, "c": 110.0, "d": 99.0, "rare": 105.0}
+    sequence = turns(times, 20, lambda k: 1.2 if k < 20 else 1.0)
+    few = [pair for k, pair in enumerate(sequence) if pair[0] != "rare" or k < 20]
+    assert np.median(level.levelled(few)["rare"]) == pytest.approx(105.0, rel=5e-3)
+
+
+def test_without_neighbours_samples_stay(benchmarks):
+    level = benchmarks("_level")
+    sequence = [("a", 3.0), ("b", 4.0), ("a", 5.0)]
+    assert level.levelled(sequence) == {"a": [3.0, 5.0], "b": [4.0]}
+    assert level.levelled([]) == {}
 
 
 def test_trials_vary_what_families_leave_alone(benchmarks):
