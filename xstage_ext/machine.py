@@ -138,18 +138,6 @@ class Mechanism:
     intervals: dict[str, Interval] = dataclasses.field(default_factory=dict)
     shares: tuple[float, ...] = ()
 
-    def rate_GBps(self, K: FloatLike, both_directions: bool = False) -> FloatArray:
-        """Drain rate of K producers; with both directions busy where that was measured.
-
-        Fewer producers than were measured that way have what they have alone, up to the rate of the
-        first measured number: a few do not fill the link, whatever comes the other way.
-        """
-        alone, both = self.R_GBps(K), self.R_both_GBps
-        if not both_directions or both is None:
-            return alone
-        few = np.minimum(alone, both.values[0])
-        return np.where(_floats(K) < both.producers[0], few, both(K))
-
     def extrapolates(self, K: float, B_bytes: float) -> list[str]:
         """Why an answer for K producers of B bytes lies outside of what was measured, in words.
 

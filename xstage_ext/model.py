@@ -56,6 +56,19 @@ class Transient:
     """From the begin of the burst until its last byte has left, in us."""
 
 
+def drain_GBps(mechanism: Mechanism, K: FloatLike, both_directions: bool = False) -> FloatArray:
+    """Drain rate R of K producers; with both directions busy where that was measured.
+
+    Fewer producers than were measured that way have what they have alone, up to the rate of the
+    first measured number: a few do not fill the link, whatever comes the other way.
+    """
+    alone, both = mechanism.R_GBps(K), mechanism.R_both_GBps
+    if not both_directions or both is None:
+        return alone
+    few = np.minimum(alone, both.values[0])
+    return np.where(_floats(K) < both.producers[0], few, both(K))
+
+
 @dataclasses.dataclass(frozen=True)
 class BurstGap:
     """The law for given T0, R, Q and V, each a number or an array; all broadcast together.
@@ -110,7 +123,7 @@ class BurstGap:
         slowest : bool
             Predict the slowest producer instead of the mean one.
         """
-        rate = mechanism.rate_GBps(K, both_directions)
+        rate = drain_GBps(mechanism, K, both_directions)
         capacity = mechanism.Q_slowest_bytes if slowest else mechanism.Q_bytes
         volume = _floats(K) * _floats(B_bytes) * _floats(remote_share)
         return cls(

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from .machine import MachineProfile
+from .model import drain_GBps
 from .planner.megamoe import STORES, MegaMoePlan
 
 MECHANISM_OF_STORE = {"st": "st", "bulk": "bulk", "paced": "bulk"}
@@ -240,7 +241,7 @@ def simulate_megamoe(
     rows = np.asarray(counts, dtype=np.int64)
     mechanism = profile.mechanism(MECHANISM_OF_STORE[STORES[plan.store]])
     producers = np.arange(plan.num_sms + 1, dtype=np.float64)
-    rates = torch.from_numpy(mechanism.rate_GBps(producers, both_directions=True))
+    rates = torch.from_numpy(drain_GBps(mechanism, producers, both_directions=True))
 
     def run(rate: float, trace: bool) -> tuple[torch.Tensor, ...]:
         machine = _machine(plan, profile, coupling, assume, rows.sum(axis=0), rate)

@@ -9,6 +9,7 @@ import pytest
 
 from xstage_ext import machine
 from xstage_ext.errors import ProfileError
+from xstage_ext.model import drain_GBps
 
 
 @pytest.mark.parametrize("name", machine.bundled())
@@ -27,12 +28,12 @@ def test_bundled_profiles_round_trip_and_say_where_they_come_from(name):
 def test_few_producers_keep_their_rate_when_both_directions_are_busy():
     mechanism = machine.load("h200x2").mechanism("st")
     both = mechanism.R_both_GBps
-    few = mechanism.rate_GBps([1, 2, 4], both_directions=True)
+    few = drain_GBps(mechanism, [1, 2, 4], both_directions=True)
     assert few.tolist() == mechanism.R_GBps([1, 2, 4]).tolist()
-    rates = mechanism.rate_GBps(np.arange(1, 200), both_directions=True)
+    rates = drain_GBps(mechanism, np.arange(1, 200), both_directions=True)
     assert (rates[: int(both.producers[0])] <= both.values[0]).all()
     assert rates[131] == both.values[-1] == rates[-1]
-    assert mechanism.rate_GBps(132).tolist() == mechanism.R_GBps(132).tolist()
+    assert drain_GBps(mechanism, 132).tolist() == mechanism.R_GBps(132).tolist()
 
 
 def test_save_and_load_from_a_path(tmp_path):

@@ -16,6 +16,7 @@ import math
 import pathlib
 
 from .. import machine
+from ..model import drain_GBps
 from .problem import MoEProblem
 
 _FILE = pathlib.Path(__file__).with_name("megamoe_ranking.json")
@@ -48,7 +49,7 @@ AT_HOME = "mixed paced 16 g8"
 
 def features(problem: MoEProblem, profile: machine.MachineProfile) -> list[float]:
     """Logarithms: time on the link over arithmetic, weights over arithmetic, m-blocks of a rank."""
-    rate = float(profile.mechanism("bulk").rate_GBps(profile.gpu.num_sms, both_directions=True))
+    rate = float(drain_GBps(profile.mechanism("bulk"), profile.gpu.num_sms, True))
     compute_us = max(problem.flops, 1.0) / profile.rates.matrix_tflops["bf16"] / 1e6
     link_us = max(problem.egress_bytes, 1.0) / rate / 1e3
     weights_us = problem.weight_bytes / profile.rates.hbm_GBps / 1e3
