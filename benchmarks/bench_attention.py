@@ -13,6 +13,8 @@ Every rank holds all rows of its heads, as behind the first All-to-All. Arms, ea
   fa3 + nccl            ours, then copy, all_to_all_single, copy
   cudnn + nccl          what users run today
 Arms are interleaved, each sample is the maximum over ranks, and results are compared before timing.
+`over_fa3` is the median over rounds of an arm's time over that of `fa3` in the same round, with
+its 95% interval.
 `predicted_us` is the planner's, from the profile of this machine.
 With two ranks half of the rows are remote; in a group of eight it would be 7/8.
 """
@@ -243,13 +245,17 @@ class Bench:
             self.workspace.check()
         for lease in self.leases:
             lease.release()
-        return [self.row(name, timings[name], ok[name], sender.get(name)) for name in arms]
+        return [self.row(name, timings, ok[name], sender.get(name)) for name in arms]
 
-    def row(self, name: str, timing: Timing, ok: bool, sender_us: float | None) -> Row:
+    def row(self, name: str, timings: dict[str, Timing], ok: bool, sender_us: float | None) -> Row:
         problem = self.problem
+        timing = timings[name]
         us = timing.us_median / self.calls
         remote = (problem.rows - self.plan.rows[self.rank]) * problem.heads * problem.head_dim * 2
         extra: dict[str, float | str] = {}
+        if name != "fa3":
+            over = timing.over(timings["fa3"])
+            extra |= {"over_fa3": over.median, "over_low": over.low, "over_high": over.high}
         if sender_us is not None:
             extra["sender_us"] = round(sender_us, 2)
         step = PREDICTED.get(name)

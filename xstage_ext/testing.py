@@ -33,6 +33,26 @@ class Timing:
         p10, median, p90 = np.percentile(values, [10, 50, 90])
         return cls(float(median), float(p10), float(p90), values.size, tuple(values.tolist()))
 
+    def over(self, other: Timing) -> Ratio:
+        """How many times as long as another arm of the same `time_arms`, round by round.
+
+        What the arms of a round share, such as a clock at the power limit, divides out.
+        """
+        ratios = np.sort(np.divide(self.samples_us, other.samples_us))
+        spread = 0.98 * np.sqrt(self.n)  # 1.96 standard deviations of a binomial count
+        low = max(0, int(np.floor(self.n / 2 - spread)))
+        high = min(self.n - 1, int(np.ceil(self.n / 2 + spread)))
+        return Ratio(float(np.median(ratios)), float(ratios[low]), float(ratios[high]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Ratio:
+    """Median over rounds, and the interval that holds it with 95% (order statistics)."""
+
+    median: float
+    low: float
+    high: float
+
 
 def time_arms(
     arms: Mapping[str, Callable[[], object]],
@@ -76,8 +96,11 @@ def time_arms(
     measure = _cuda_sample if torch.cuda.is_available() else _cpu_sample
     samples = torch.zeros(len(arms), pairs, dtype=torch.float64)
     for pair in range(pairs):
-        # Odd rounds run backwards, so that no arm always follows the same other arm.
+        # Every arm takes every place, and none always follows the same other one: a round starts
+        # with the next arm after every two, and odd rounds run backwards.
         order = list(enumerate(arms.values()))
+        first = pair // 2 % len(order)
+        order = order[first:] + order[:first]
         for index, call in order if pair % 2 == 0 else reversed(order):
             if before is not None:
                 before()

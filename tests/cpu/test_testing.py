@@ -31,10 +31,29 @@ def test_arms_are_interleaved_and_ranked():
         return lambda: (order.append(name), time.sleep(seconds))
 
     times = testing.time_arms({"a": arm("a", 0.004), "b": arm("b", 0.0)}, pairs=6, warmup=1)
-    assert order == ["a", "b"] + ["a", "b", "b", "a"] * 3
+    assert order == ["a", "b", *"abba", *"baab", *"abba"]
     assert times["a"].n == 6
     assert times["a"].us_median > 3500 > times["b"].us_median
     assert times["a"].us_p10 <= times["a"].us_median <= times["a"].us_p90
+
+
+def test_every_arm_takes_every_place():
+    order = []
+    arms = {name: lambda name=name: order.append(name) for name in "abc"}
+    testing.time_arms(arms, pairs=6, warmup=0)
+    for place in range(3):
+        assert sorted(order[place::3]) == list("aabbcc")
+
+
+def test_ratios_are_of_the_same_round():
+    drift = np.linspace(1.0, 2.0, 20)
+    slow, fast = testing.Timing.of(103.0 * drift), testing.Timing.of(100.0 * drift)
+    ratio = slow.over(fast)
+    assert ratio.median == pytest.approx(1.03)
+    assert ratio.low == pytest.approx(1.03) == ratio.high
+    noisy = testing.Timing.of(100.0 * drift * np.where(np.arange(20) % 2, 0.9, 1.1))
+    assert noisy.over(fast).low == pytest.approx(0.9)
+    assert noisy.over(fast).high == pytest.approx(1.1)
 
 
 def test_compare_counts_nan_and_wrong_elements():
