@@ -26,7 +26,9 @@ class Measured:
     Attributes
     ----------
     us : float
-        Median of all samples.
+        Median of all samples, levelled (`_level.py`) where they were kept.
+    raw_us : float or None
+        Median of the samples as the clock said; None where it was not kept.
     halves_us : tuple of float
         Medians of every other sample.
     """
@@ -36,6 +38,7 @@ class Measured:
     us: float
     halves_us: tuple[float, float]
     timing: Timing = Timing(0.0, 0.0, 0.0, 0, ())
+    raw_us: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +66,8 @@ def read(lines: Iterable[Mapping[str, Any]]) -> list[Case]:
 def _measured(one: Mapping[str, Any]) -> Measured:
     timing = Timing(one["us"], one["us_p10"], one["us_p90"], one["n"], ())
     plan = MegaMoePlan(*one["plan"])
-    return Measured(one["name"], plan, one["us"], tuple(one["halves_us"]), timing)
+    halves = tuple(one["halves_us"])
+    return Measured(one["name"], plan, one["us"], halves, timing, one.get("raw_us"))
 
 
 def measured(

@@ -170,6 +170,7 @@ def measure(
     for row in task.predicted:
         name = task.arms[row.arm]
         extra = {"measured_as": name, "relative_error": error}
+        extra["raw_us"] = Timing.of(raw[name]).us_median
         rows.append(_plans.measured(row, times[name], ok[name], extra))
     spans = [_trace_row(task, name, times[name], trace) for name, trace in traces.items()]
     return [*rows, *spans, _plans_row(task, samples, raw, ok)]

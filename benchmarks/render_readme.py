@@ -82,12 +82,25 @@ def sweep() -> str:
             " The planner's ranking of plans was fitted to these measurements, without the models "
             "that are marked. `serial` is the unfused pipeline of torch and NCCL."
         )
+        text += _as_the_clock_said(everything)
         few = sum(found[arm]["n"] < FEWEST for found in everything for arm in arms)
         if few:
             text += f" {few} of {len(everything) * len(arms)} times are medians of fewer than "
             text += f"{FEWEST} samples."
     text += "\n\n"
     return text + markdown(head, rows) + "\n\n" + origin(lines)
+
+
+def _as_the_clock_said(complete: Sequence[Mapping[str, Line]]) -> str:
+    """The main ratio without levelling, where times are of levelled samples."""
+    pairs = [(found["wave/st"].get("raw_us"), found["planner"].get("raw_us")) for found in complete]
+    ratios = [wave / ours for wave, ours in pairs if wave is not None and ours is not None]
+    if len(ratios) < len(pairs):
+        return ""
+    return (
+        " Times are medians of samples levelled by their neighbours in time (docs/MEASURING.md); "
+        f"by samples as they were, wave/st over planner is {_sweep.geometric_mean(ratios):.3f}x."
+    )
 
 
 def _sweep_cells(complete: Sequence[Mapping[str, Line]], arms: Sequence[str]) -> list[str]:

@@ -60,6 +60,16 @@ def test_sweep_table(render, results):
     assert render.render(text) == text
 
 
+def test_levelled_times_stand_beside_those_of_the_clock(render, results):
+    rows = lines_of_sweep(render, "m", 1024, [100, 90, 95, 80, 80, 300], 20)
+    for row in rows:
+        row["raw_us"] = {"wave/st": 110.0, "planner": 100.0}.get(row["arm"])
+    (results / "sweep_84.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    text = render.sweep()
+    assert "by samples as they were, wave/st over planner is 1.100x." in text
+    assert "| 1.250x |" in text
+
+
 def test_predictions_are_marked(render, results):
     rows = lines_of_sweep(render, "m", 1024, [100, 90, 95, 80, 80], 0)
     (results / "sweep_84_predicted.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))

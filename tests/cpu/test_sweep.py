@@ -187,6 +187,7 @@ def test_measuring_checks_and_times_every_arm(benchmarks, tmp_path):
         else:
             assert row["n"] == 6
             assert row["us_median"] == pytest.approx(times[row["measured_as"]]["us"], abs=0.01)
+            assert row["raw_us"] == pytest.approx(times[row["measured_as"]]["raw_us"], abs=0.01)
 
 
 def turns(times, rounds, level):
