@@ -69,10 +69,13 @@ def test_budget_reports_what_is_over(
     monkeypatch.setattr(check_budget, "ROOT", tmp_path)
     (tmp_path / "long.py").write_text("def f():\n" + "    x = 1\n" * 401)
     (tmp_path / "entry.cu").write_text(NATIVE)
-    long = "\n".join(check_budget.problems(tmp_path / "long.py"))
+    long = "\n".join(check_budget.problems(tmp_path / "long.py", set()))
     assert "402 lines, 400 allowed" in long and "f: 402 lines, 60 allowed (host)" in long
-    native = check_budget.problems(tmp_path / "entry.cu")
+    operators = check_budget.operators_of(NATIVE)
+    native = check_budget.problems(tmp_path / "entry.cu", operators)
     assert native == ["entry.cu:9: entry: nesting 5, 4 allowed"]  # host is an operator
+    assert any("parameters" in text for text in check_budget.problems(tmp_path / "entry.cu", set()))
+    assert check_budget.operators_of("m.impl(x, TORCH_BOX(&Ops::alone));") == {"alone"}
 
 
 PTXAS = """ptxas info    : 0 bytes gmem
