@@ -9,8 +9,9 @@ namespace {
 
 // What a call takes unless its plan says otherwise (measured, csrc/a2a/README.md): a small call
 // fewer blocks, which all have to arrive at its end; a large one enough to fill the link.
-constexpr int kSmallSms = 32;
-constexpr int kLargeSms = 128;
+constexpr int kVectorSms = 32;  // of a small call by 16-byte stores
+constexpr int kSmallSms = 96;
+constexpr int kLargeSms = 131;
 constexpr int64_t kSmallBytes = 8 << 20;
 constexpr int64_t kVectorBytes = 1 << 20;  // below, 16-byte stores instead of bulk copies
 constexpr int64_t kSmallestChunk = 2048;
@@ -115,6 +116,12 @@ Mover choose_mover(A2aParams const& params, size_t num_ranks, StorePath path, in
   return path == StorePath::kTensor && few ? Mover::kVector16 : Mover::kBulk;
 }
 
+int64_t sms_of(AttentionPlan const& plan, Mover mover, int64_t sent) {
+  if (plan.num_sms != 0) return plan.num_sms;
+  if (sent >= kSmallBytes) return kLargeSms;
+  return mover == Mover::kBulk ? kSmallSms : kVectorSms;
+}
+
 struct Kernel {
   void (*entry)(A2aParams);
   unsigned threads;
@@ -138,13 +145,17 @@ void launch(Exchange const& exchange, cudaStream_t stream) {
   int64_t const ranks = static_cast<int64_t>(exchange.call.ranks.size());
   AttentionPlan const& plan = exchange.call.plan;
   int64_t const sent = sent_bytes(exchange);
-  bool const small = sent < kSmallBytes;
-  int64_t const sms = plan.num_sms != 0 ? plan.num_sms : small ? kSmallSms : kLargeSms;
   // The mover depends on alignment and size only: any number of blocks will do to find it.
-  Kernel const kernel = kernel_of(choose_mover(make_params(exchange, 1), exchange.call.ranks.size(),
-                                               static_cast<StorePath>(plan.store_path), sent));
-  int64_t const blocks = max_of<int64_t>(1, sms * kernel.blocks_per_sm / ranks);
+  Mover const mover = choose_mover(make_params(exchange, 1), exchange.call.ranks.size(),
+                                   static_cast<StorePath>(plan.store_path), sent);
+  Kernel const kernel = kernel_of(mover);
+  int64_t blocks = max_of<int64_t>(1, sms_of(plan, mover, sent) * kernel.blocks_per_sm / ranks);
   A2aParams const params = make_params(exchange, blocks);
+  if (plan.num_sms == 0 && sent >= kSmallBytes) {
+    // No more than the same number of rounds takes, so that the last one is full.
+    int64_t const pieces = int64_t{params.chunks} * plan.world;
+    blocks = ceil_div(pieces, ceil_div(pieces, blocks));
+  }
   XS_CUDA(cudaFuncSetAttribute(kernel.entry, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(kernel.shared_bytes)));
   dim3 const grid(static_cast<unsigned>(blocks), static_cast<unsigned>(ranks));
