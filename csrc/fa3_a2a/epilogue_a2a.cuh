@@ -25,15 +25,14 @@ class Epilogue {
     if (thread_ == 0) smem_.pending[group_].next_row = smem_.pending[group_].end_row = 0;
   }
 
-  // Once per step of the main loop: a slice of the last tile, when its time has come.
+  // Once per step of the main loop: a slice of the last tile, when its time has come. One countdown,
+  // which only the storing thread ever starts, so that a step costs a decrement and no way round.
   __device__ __forceinline__ void each_step() {
-    if (__builtin_expect(slices_ == 0, 1)) return;
-    if (++steps_ < params_.slice_steps) return;
-    steps_ = 0;
-    --slices_;
-    if (thread_ == 0) {
-      store_slice<kCols>(smem_.pending[group_], smem_.o[group_], params_.slice_rows);
-    }
+    if (__builtin_expect(--steps_left_ != 0, 1)) return;
+    PendingStore& pending = smem_.pending[group_];
+    store_slice<kCols>(pending, smem_.o[group_], params_.slice_rows);
+    steps_left_ =
+        pending.next_row < pending.end_row ? static_cast<uint32_t>(params_.slice_steps) : kNever;
   }
 
   // Stages a finished tile, its rows times `scale`, and sends it or leaves its slices to the steps to
@@ -85,16 +84,16 @@ class Epilogue {
     fence_proxy_async_shared();
     sync_group();
     int const num_rows = min_of(kGroupRows, tile.num_rows - group_ * kGroupRows);
-    bool const paced = params_.slice_steps != 0;
-    slices_ = paced && num_rows > 0 ? ceil_div(num_rows, params_.slice_rows) : 0;
-    steps_ = 0;
     if (thread_ != 0) return;
     PendingStore& pending = smem_.pending[group_];
     pending.map = &params_.out[tile.owner];
     pending.at = {tile.owner_row + group_ * kGroupRows, tile.head, tile.batch};
     pending.next_row = 0;
     pending.end_row = refused == 0 ? num_rows : 0;
-    if (paced) return;
+    if (params_.slice_steps != 0) {
+      steps_left_ = pending.end_row > 0 ? static_cast<uint32_t>(params_.slice_steps) : kNever;
+      return;
+    }
     store_rest<kCols>(pending, smem_.o[group_], params_.slice_rows);
     if (params_.wait_every_tile) bulk_wait_visible();
   }
@@ -107,8 +106,8 @@ class Epilogue {
   Storage& smem_;
   int group_;
   int thread_;
-  int32_t slices_ = 0;  // of the last tile, not yet sent; the same in every thread
-  int32_t steps_ = 0;   // since the last slice
+  static constexpr uint32_t kNever = 0;  // a countdown from zero takes 2^32 steps
+  uint32_t steps_left_ = kNever;         // until the next slice
 };
 
 }  // namespace xstage

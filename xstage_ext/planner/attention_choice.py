@@ -25,7 +25,7 @@ one H200: 17 of 18 shapes of 4,096 to 75,600 rows within 10 percent, the other 1
 _BLOCK_M = {64: 192, 128: 128}
 _BLOCK_N = {64: 128, 128: 160}
 _LOADS_AHEAD = 2
-_SLICE_BYTES = 4096
+_SLICE_BYTES = 8192
 
 
 @dataclasses.dataclass(frozen=True)
