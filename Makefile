@@ -30,8 +30,9 @@ sweep: $(BUILT)
 
 test: test-gpu test-ranks test-cpu
 
+# Without GPUs in sight: these tests are about machines that have none.
 test-cpu: $(BUILT)
-	$(VENV)/bin/python -m pytest tests/cpu $(PYTEST_ARGS)
+	CUDA_VISIBLE_DEVICES= $(VENV)/bin/python -m pytest tests/cpu $(PYTEST_ARGS)
 
 # Tests between ranks skip here, with the reason.
 test-gpu: $(BUILT)

@@ -9,6 +9,10 @@ from __future__ import annotations
 import os
 import pathlib
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Several workers with a thread per core each would wait for one another most of the time.
+    os.environ.setdefault("OMP_NUM_THREADS", "2")
+
 import pytest
 import torch
 
