@@ -98,7 +98,7 @@ def isolated_T0(
             some = select(single, K=K, B=B)
             drained = float(R(K)) * float(T0(K, B)) * _fits.BYTES_PER_US_PER_GBPS
             # Well in front of the knee, which is not sharp.
-            if some and capacity + 0.8 * drained >= K * B:
+            if some and capacity + 0.9 * drained >= K * B:
                 estimate = _fits.median(column(some, "mean"), "in step, empty pipe", fewest=1)
                 findings.append(Finding(f"{mechanism}/T0_us@{K},{B}", estimate, False))
     return findings

@@ -17,8 +17,8 @@ def expect_nothing_found(tool: str, program: str, level: int) -> None:
     sanitizer = shutil.which("compute-sanitizer")
     if level < 2 or sanitizer is None:
         pytest.skip("needs compute-sanitizer and up to a minute; XSTAGE_TEST_LEVEL=2 runs it")
-    # The backtraces of the host that the tool takes at every launch keep Python's frames alive, and
-    # with them results and their slots.
+    # With backtraces of the host the tool keeps what the launching function held alive: results,
+    # and so their slots.
     options = ["--tool", tool, "--show-backtrace", "device"]
     command = [sanitizer, *options, sys.executable, "-m", f"tests.gpu.{program}"]
     result = subprocess.run(command, capture_output=True, text=True)
