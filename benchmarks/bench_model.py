@@ -1,14 +1,16 @@
-"""One attention layer of a public model: ours against what a user would write otherwise.
+"""One attention layer of public models: ours against what a user would write otherwise.
 
     python benchmarks/bench_model.py wan2.2-720p                  # predictions only
     torchrun --nproc-per-node 2 benchmarks/bench_model.py flux    # measured
+
+Several names are measured one after another.
 
 Arms, each from sequence-sharded q, k, v to a sequence-sharded result (on GPUs a CUDA graph):
   fused      attention whose output tiles go straight to their owners, behind our All-to-All
   serial     our All-to-All, our attention, our All-to-All back
   torch      permutes, all_to_all_single and torch's attention
 `--proxy-world 8` gives each rank the heads that it would have among eight. `--rows` shortens the
-sequence, to try the script on a CPU. Not run on GPUs yet.
+sequence, to try the script on a CPU.
 """
 
 from __future__ import annotations
@@ -108,9 +110,17 @@ def measure(name: str, problem: AttentionProblem, pairs: int) -> list[Row]:
     return rows
 
 
+def problem_of(name: str, world: int, args: argparse.Namespace) -> AttentionProblem:
+    """The model's layer, as the command line changes it."""
+    problem = shape(name).problem(world, proxy_world=args.proxy_world)
+    if args.rows is not None:
+        problem = dataclasses.replace(problem, rows=even_split(args.rows, world))
+    return problem
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", choices=sorted(MODELS))
+    parser.add_argument("model", nargs="+", choices=sorted(MODELS))
     parser.add_argument("--world", type=int, default=8, help="ranks, for predictions")
     parser.add_argument("--proxy-world", type=int, help="heads as among so many ranks")
     parser.add_argument("--rows", type=int, help="another length of the sequence")
@@ -124,23 +134,21 @@ def main() -> None:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if on_gpu else "gloo")
     world = dist.get_world_size() if launched else args.world
-    problem = shape(args.model).problem(world, proxy_world=args.proxy_world)
-    if args.rows is not None:
-        problem = dataclasses.replace(problem, rows=even_split(args.rows, world))
-    with torch.inference_mode():
-        rows = (
-            measure(args.model, problem, args.pairs) if launched else predict(args.model, problem)
-        )
-    if not launched or dist.get_rank() == 0:
-        for row in rows:
-            print(line(row))
-        if args.out:
-            writer = ResultWriter(args.out)
-            for row in rows:
+    leads = not launched or dist.get_rank() == 0
+    writer = ResultWriter(args.out) if args.out and leads else None
+    wrong = False
+    for name in args.model:
+        problem = problem_of(name, world, args)
+        with torch.inference_mode():
+            rows = measure(name, problem, args.pairs) if launched else predict(name, problem)
+        wrong |= any(row.ok is False for row in rows)
+        for row in rows if leads else []:
+            print(line(row), flush=True)
+            if writer is not None:
                 writer.write(row)
     if launched:
         dist.destroy_process_group()
-    if any(row.ok is False for row in rows):
+    if wrong:
         raise SystemExit("an arm is wrong")
 
 

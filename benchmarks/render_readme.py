@@ -132,6 +132,7 @@ SHAPES = {
     "attention": "{name}: {rows:,} rows, {heads} x {head_dim}",
     "attention_a2a": "{name}: {rows:,} rows, {heads} x {head_dim}",
     "megamoe": "{tokens:,} x {hidden:,} x {intermediate:,}, {local_experts} experts, top {topk}",
+    "ulysses_attention": "{model}: {rows:,} rows, {heads} x {D} on all ranks",
     "ulysses_a2a": "to {direction}, {rows:,} rows, {heads} x {D}",
 }
 """How a shape reads in a table, by operator; tokens, experts and heads are those of one rank."""
@@ -244,6 +245,7 @@ TABLES: dict[str, Callable[[], str]] = {
         "megamoe_rival.jsonl",
         "torchrun --nproc-per-node 2 benchmarks/bench_megamoe.py --out megamoe_rival.jsonl",
     ),
+    "models": by_arm("models.jsonl", "torchrun --nproc-per-node 2 benchmarks/bench_model.py"),
     "attention-rates": attention_rates,
     "fused-ratios": fused_ratios,
     "a2a-rates": a2a_rates,
