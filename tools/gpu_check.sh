@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Every GPU check in one call: one-GPU tests, two-rank tests, the benchmarks whose figures stand in
 # benchmarks/results/ (rewritten there), the whole sweep, the machine's profile and its proof. About nine
-# minutes on two H200. Each step has its own time limit, so that one hang does not lose the rest; a short
-# table closes the output.
+# minutes on two H200, on a machine that does nothing else. Each step has its own time limit, so that one
+# hang does not lose the rest; a short table closes the output.
 #
 #   tools/gpu_check.sh                                  # the installed libraries
 #   XSTAGE_LIB_DIR=/where/lib tools/gpu_check.sh        # built elsewhere (tools/build_for.sh)
@@ -84,10 +84,11 @@ if ((gpus >= ranks)); then
   step bench-attention 240 "${launch[@]}" benchmarks/bench_attention.py
   step bench-alone 180 python3 benchmarks/bench_attention.py
   step bench-megamoe 240 "${launch[@]}" benchmarks/bench_megamoe.py
-  step sweep 480 "${launch[@]}" benchmarks/sweep_84.py --record
   step bench-a2a 180 "${launch[@]}" benchmarks/bench_a2a.py
   step bench-burst 120 python3 benchmarks/bench_burst.py
   step bench-handshake 120 "${launch[@]}" benchmarks/bench_handshake.py
+  step sweep 480 "${launch[@]}" benchmarks/sweep_84.py --record
+  step traces 60 python3 benchmarks/evidence.py spans --measure
   step calibrate 120 "${xstage[@]}" calibrate --out "$profile.json"
   step validate 120 "${xstage[@]}" validate --profile "$profile.json" --out validation
   step doctor 60 "${xstage[@]}" doctor --profile "$profile.json"
