@@ -150,8 +150,10 @@ def _issue_times(profile: MachineProfile, findings: list[Finding]) -> list[str]:
     """T0 by every route: a line per mechanism, number of producers and route, a column per size."""
     sizes = next(iter(profile.mechanisms.values())).T0_us.nbytes
     lines = [
-        "| mechanism | K | route | " + " | ".join(f"{b / KIB:g} KiB" for b in sizes) + " |",
-        "|---" * (3 + len(sizes)) + "|",
+        "| mechanism | K | route | "
+        + " | ".join(f"{b / KIB:g} KiB" for b in sizes)
+        + " | widest interval |",
+        "|---" * (4 + len(sizes)) + "|",
     ]
     for name, mechanism in profile.mechanisms.items():
         for K in mechanism.T0_us.producers:
@@ -163,6 +165,8 @@ def _issue_times(profile: MachineProfile, findings: list[Finding]) -> list[str]:
             for route in dict.fromkeys(route for route, _ in some):
                 found = [some.get((route, f"{name}/T0_us@{K:.0f},{b:.0f}")) for b in sizes]
                 cells = ["-" if f is None else f"{f.estimate.value:.3g}" for f in found]
+                widest = max(f.estimate.relative_width for f in found if f is not None)
+                cells.append(f"{widest:.1%} either way")
                 lines.append(f"| {name} | {K:.0f} | {route} | {' | '.join(cells)} |")
     return lines
 
