@@ -177,6 +177,8 @@ def test_plans_agree_bit_for_bit(head_dim: int, causal: bool) -> None:
     for changes in (
         {"tile_order": TILE_ORDERS.index("natural")},
         {"tile_order": TILE_ORDERS.index("longest_first")},
+        {"tile_order": TILE_ORDERS.index("longest_first"), "num_sms": 24},  # three rounds
+        {"tile_order": TILE_ORDERS.index("longest_first"), "num_sms": 5},
         {"num_sms": 5},
         {"slice_bytes": 2048, "slice_steps": 1},
         {"slice_bytes": 8192, "slice_steps": 3, "num_sms": 7},
