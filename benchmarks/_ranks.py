@@ -29,13 +29,18 @@ def on_ranks(world: int, function: Callable[..., None], *arguments: Any) -> None
     mp.spawn(_rank, args=(world, address, function, arguments), nprocs=world, join=True)
 
 
-def local_rank(script: str) -> int:
-    """Which GPU of this machine torchrun gave to this process; where nobody did, how to start."""
-    if "LOCAL_RANK" not in os.environ:
+def local_rank(script: str, alone: bool = False) -> int:
+    """Which GPU of this machine is this process's; ends with how to start where there is none.
+
+    `alone`: the script also measures one GPU, without torchrun.
+    """
+    if "LOCAL_RANK" not in os.environ and not alone:
         raise SystemExit(
             f"{script} measures between ranks: torchrun --nproc-per-node 2 benchmarks/{script}.py"
         )
-    return int(os.environ["LOCAL_RANK"])
+    if not torch.cuda.is_available():
+        raise SystemExit(f"{script} measures GPUs, and none is visible here")
+    return int(os.environ.get("LOCAL_RANK", 0))
 
 
 def _rank(

@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from _ranks import local_rank
 from _report import ResultWriter, Row, line
 
 from xstage_ext.planner.attention import STORE_PATHS, AttentionPlan, row_pad_for
@@ -184,7 +184,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=float, nargs="*", help="MB of remote bytes")
     parser.add_argument("--heads", type=int, nargs="*", default=[24], help="heads of the model")
     args = parser.parse_args()
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(local_rank("bench_a2a"))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     sizes = args.sizes or ([1, 32, 128] if args.quick else SIZES_MB)
     arms = 2 + 2 * len(args.sms)

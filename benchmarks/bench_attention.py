@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _ranks import local_rank
 from _report import ResultWriter, Row, line
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -305,7 +306,7 @@ def main() -> None:
     parser.add_argument("--out", default="attention.jsonl", help="file below benchmarks/results/")
     args = parser.parse_args()
     world = int(os.environ.get("WORLD_SIZE", 1))
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(local_rank("bench_attention", alone=True))
     problems = select(ALONE if world == 1 else MODELS, args.only)
     if args.head_dim is not None:
         problems = [p for p in problems if p.head_dim == args.head_dim]

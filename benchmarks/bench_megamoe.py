@@ -31,6 +31,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from _ranks import local_rank
 from _report import ResultWriter, Row, line
 from _rival_moe import rival_arm
 
@@ -285,8 +286,8 @@ def main() -> None:
     parser.add_argument("--out", default="megamoe.jsonl")
     options = parser.parse_args()
     rank, world = 0, 1
+    device = torch.device("cuda", local_rank("bench_megamoe", alone=True))
     if "RANK" in os.environ:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device)
         rank, world = dist.get_rank(), dist.get_world_size()

@@ -184,10 +184,18 @@ def test_calibrations_that_do_not_exist_are_named(tmp_path):
     assert "No such file" in str(result.exception)
 
 
-def test_bench_of_ranks_says_how_to_start(monkeypatch):
+@pytest.mark.parametrize("name", ["bench_handshake", "bench_a2a"])
+def test_bench_of_ranks_says_how_to_start(name, monkeypatch):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    result = CliRunner().invoke(cli.app, ["bench", "bench_handshake"])
-    assert "torchrun --nproc-per-node 2 benchmarks/bench_handshake.py" in str(result.exception)
+    result = CliRunner().invoke(cli.app, ["bench", name])
+    assert f"torchrun --nproc-per-node 2 benchmarks/{name}.py" in str(result.exception)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here it would measure")
+@pytest.mark.parametrize("name", ["bench_attention", "bench_megamoe"])
+def test_bench_of_gpus_says_that_there_is_none(name, monkeypatch):
+    result = CliRunner().invoke(cli.app, ["bench", name])
+    assert str(result.exception) == f"{name} measures GPUs, and none is visible here"
 
 
 def test_bench_refuses_unknown_names():
