@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import pathlib
-
 import pytest
 
-from tests.ranks import Outcome, launch
-
-
-def assert_nothing_left() -> None:
-    assert not list(pathlib.Path("/dev/shm").glob("xstage-*"))
+from tests.ranks import Outcome, launch, left_behind
 
 
 def survivors(outcomes: list[Outcome], victim: int) -> list[Outcome]:
@@ -36,14 +30,14 @@ def test_killed_rank(world: int, victim: int, where: str) -> None:
         assert "expected" in text and "saw" in text and "\n" not in text
         assert 1.4 < outcome.facts["seconds"] < 6, str(outcome)
         assert outcome.facts["left"] == []
-    assert_nothing_left()
+    assert not left_behind()
 
 
 def test_terminated_rank() -> None:
     outcomes = launch("killed", 2, victim=0, where="after", timeout_ms=1000, signal_name="SIGTERM")
     assert outcomes[0].code == -15
     assert outcomes[1].facts["error"] == "PeerTimeout", str(outcomes[1])
-    assert_nothing_left()
+    assert not left_behind()
 
 
 def test_rank_that_never_comes_to_the_setup() -> None:
@@ -58,7 +52,7 @@ def test_rank_that_never_comes_to_the_setup() -> None:
     )
     assert outcomes[0].code == 1, str(outcomes[0])
     assert "PeerTimeout: rank 0 of 2 waited 2000 ms for rank 1 in workspace" in outcomes[0].stderr
-    assert_nothing_left()
+    assert not left_behind()
 
 
 @pytest.mark.parametrize("how", ["with", "bare"])
@@ -132,7 +126,7 @@ def test_six_exits(how: str) -> None:
     outcomes = launch("ends.leave", 2, how=how, limit_s=45, fresh=True)
     expected = [7, 1] if how == "exception on rank 1" else [0, 0]
     assert [outcome.code for outcome in outcomes] == expected, "\n".join(map(str, outcomes))
-    assert_nothing_left()
+    assert not left_behind()
 
 
 def test_closed_workspace() -> None:
@@ -152,4 +146,4 @@ def test_calls_after_a_peer_has_closed_say_so_at_once(world: int, victim: int, h
             assert text.startswith("PeerError: "), str(outcome)
             assert f"rank {victim} has closed its workspace" in text, str(outcome)
             assert outcome.facts[f"{what} seconds"] < 2.0, str(outcome)
-    assert_nothing_left()
+    assert not left_behind()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pathlib
-
 import pytest
 import torch
 
-from tests.ranks import Outcome, launch
+from tests.ranks import Outcome, launch, left_behind
 from xstage_ext import SymmetricWorkspace, _faults, _groups
 from xstage_ext.errors import WorkspaceError
 from xstage_ext.handshake import handshake, handshake_bytes, handshake_virtual
@@ -18,7 +16,7 @@ def assert_clean(outcomes: list[Outcome]) -> None:
     """Every rank ended by itself, without error, and left nothing in /dev/shm."""
     for outcome in outcomes:
         assert outcome.code == 0, str(outcome)
-    assert not list(pathlib.Path("/dev/shm").glob("xstage-*"))
+    assert not left_behind()
 
 
 # --- good cases -------------------------------------------------------------------------------

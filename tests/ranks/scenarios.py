@@ -221,7 +221,8 @@ def killed(place: Place, victim: int, where: str, timeout_ms: int, signal_name: 
 
 
 def _shared_names() -> list[str]:
-    return [name for name in os.listdir("/dev/shm") if name.startswith("xstage-")]
+    """This process's blocks that still have a name."""
+    return [name for name in os.listdir("/dev/shm") if name.startswith(f"xstage-{os.getpid()}-")]
 
 
 def exception(place: Place, how: str) -> None:
