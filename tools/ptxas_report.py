@@ -21,6 +21,9 @@ STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) by
 USED = re.compile(r"Used (\d+) registers")
 SHARED = re.compile(r"(\d+) bytes smem")
 MOST_SHARED_BYTES = 227 * 1024  # of a block on compute capability 9.0
+MAY_SPILL = {"megamoe_sm90<true>": 160}
+"""Bytes by kernel. The trace build: times and counters that change once per tile; its calls are 1%
+longer than those of the normal build, which spills nothing."""
 
 
 @dataclasses.dataclass
@@ -119,7 +122,9 @@ def main(build_dir: str) -> int:
             f"{kernel.registers:9} {kernel.stack_bytes:6} {kernel.spill_bytes:6} "
             f"{kernel.shared_bytes:7}  {name[:110]} ({kernel.source})"
         )
-    spilled = [n for n, k in zip(names, kernels, strict=True) if k.spill_bytes]
+    spilled = [
+        n for n, k in zip(names, kernels, strict=True) if k.spill_bytes > MAY_SPILL.get(n, 0)
+    ]
     large = [n for n, k in zip(names, kernels, strict=True) if k.shared_bytes > MOST_SHARED_BYTES]
     wrong = sorted({k.arch for k in kernels} - {"sm_90a"})
     for name in spilled:
@@ -128,7 +133,7 @@ def main(build_dir: str) -> int:
         print(f"FAIL: {name} takes more than {MOST_SHARED_BYTES} bytes of shared memory")
     for arch in wrong:
         print(f"FAIL: compiled for {arch}, expected sm_90a only")
-    print(f"{len(kernels)} kernels, {len(spilled)} with spills")
+    print(f"{len(kernels)} kernels, {len(spilled)} with spills that may not be")
     return 1 if spilled or large or wrong else 0
 
 

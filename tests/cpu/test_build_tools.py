@@ -104,6 +104,8 @@ def test_ptxas_report_is_parsed() -> None:
     [
         (PTXAS.split("ptxas info    : Compiling entry function '_Z4slow")[0], 0, "0 with spills"),
         (PTXAS, 1, "spills registers"),
+        (PTXAS.replace("_Z4slowPf", "_Z12megamoe_sm90ILb1EEvv"), 0, "0 with spills"),
+        (PTXAS.replace("_Z4slowPf", "_Z12megamoe_sm90ILb0EEvv"), 1, "spills registers"),
         (PTXAS.replace("sm_90a", "sm_90"), 1, "compiled for sm_90, expected sm_90a only"),
     ],
 )
