@@ -265,13 +265,11 @@ def _pacing(
 ) -> tuple[dict[str, int], str]:
     """Slices when the shadow of a whole tile outlasts the loads in flight before it.
 
-    Measured on 2 x H200 (benchmarks/results/attention.jsonl): slices gain 0 to 6 percent over whole
-    tiles at head size 128, and cost up to 1 percent at 64.
+    Measured on 2 x H200 (docs/perf_log.md): slices gain 5, 2 and 0.2 percent over whole tiles at
+    4,096, 8,192 and 16,384 rows and head size 128, 0.1 percent at 17,776 rows and head size 64.
     """
     if tiles.per_sm == 1:
         return {}, "whole tiles, behind which no other follows"
-    if problem.head_dim <= 64:
-        return {}, "whole tiles, whose shadow three warpgroups cover better than they issue slices"
     remote = 1.0 - 1.0 / problem.world
     sms = profile.gpu.num_sms
     shadow_us = float(model.burst_shadow(profile, "tma", "tma_load", sms, tiles.bytes * remote))
