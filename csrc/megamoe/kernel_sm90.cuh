@@ -28,7 +28,7 @@
 //   ticket_full[8] 1 arrival + 4 bytes         scheduler of CTA 0 -> scheduler of CTA 1
 //   kMathGroup    128 threads                  votes of a math warpgroup, and its segments of x
 //   kTilesDone    288 threads (load, math)     all stores of the block are complete
-//   kRanksDone    320 threads (pull, math)     all ranks' results are here: combine
+//   kRanksDone    320 threads (pull, math)     a vote: all ranks' results are here, combine
 //   kCombined     320 threads (pull, math)     nobody writes y any more
 //
 // Global protocol (layout.h has the regions and why two banks suffice): writer, order -> reader
@@ -111,25 +111,27 @@ __device__ __forceinline__ void compute_tiles(MegaMoeParams const& params, CallS
   fence_proxy_async();
 }
 
+// Math and pull warps meet; whether the results of all ranks are here, as the first math warp saw.
+// The vote travels with the barrier: a flag in shared memory would do, but racecheck reports it.
+__device__ __forceinline__ bool ranks_done(bool arrived) {
+  return named_barrier_all(static_cast<int>(NamedBarrier::kRanksDone), kCombineThreads, arrived);
+}
+
 // The end of a call for the math warps: wait for all ranks, add up.
 template <bool kTrace>
 __device__ __forceinline__ void finish_tokens(MegaMoeParams const& params, CallState const& call,
-                                              MegaMoeShared& shared, uint64_t start_ns,
-                                              uint64_t tiles_ns) {
+                                              uint64_t start_ns, uint64_t tiles_ns) {
   constexpr int kMathThreads = MegaMoeTraits::kMathWarps * 32;
   int const thread = threadIdx.x - 128;
   Tracer<kTrace> tracer({params.trace, params.trace_records}, blockIdx.x, TraceTrack::kPhases,
                         thread == 0);
   uint64_t const tail_ns = Tracer<kTrace>::now();
-  if (thread < 32) {
-    bool const ok = wait_for_ranks(params.workspace, call.epoch, Phase::kCombineArrival);
-    if (thread == 0) shared.ok = ok;
-  }
-  named_barrier_sync(NamedBarrier::kRanksDone, kCombineThreads);
+  bool const arrived =
+      thread >= 32 || wait_for_ranks(params.workspace, call.epoch, Phase::kCombineArrival);
+  bool const ok = ranks_done(arrived);
   tracer.add(TraceKind::kPrologue, 0, start_ns, 0, 0, tiles_ns - start_ns, 0);
   tracer.add(TraceKind::kTail, 0, tail_ns, 0, 0, 0, 0);
   uint64_t const combine_ns = Tracer<kTrace>::now();
-  bool const ok = shared.ok;
   if (ok) {
     combine_tokens(params, call);
     tracer.add(TraceKind::kCombine, 0, combine_ns, 0, 0, 0, 0);
@@ -193,8 +195,7 @@ __global__ void __cluster_dims__(MegaMoeTraits::kCluster, 1, 1)
       if (ok) pull_rows<kTrace>(params, call, shared);
       if (ok && params.plan.combine == kCombineEarly) combine_early(params, call, shared);
       __syncwarp();
-      named_barrier_sync(NamedBarrier::kRanksDone, kCombineThreads);
-      if (shared.ok) combine_tokens(params, call);
+      if (ranks_done(true)) combine_tokens(params, call);
       __syncwarp();
       named_barrier_arrive(NamedBarrier::kCombined, kCombineThreads);
     }
@@ -204,7 +205,7 @@ __global__ void __cluster_dims__(MegaMoeTraits::kCluster, 1, 1)
     if (ok && params.plan.world > 1 && num_segments(params.plan) > 1) stage_segments(params, call);
     if (ok) compute_tiles<kTrace>(params, call, shared);
     named_barrier_sync(NamedBarrier::kTilesDone, kTilesThreads);
-    finish_tokens<kTrace>(params, call, shared, start_ns, tiles_ns);
+    finish_tokens<kTrace>(params, call, start_ns, tiles_ns);
   }
   // A CTA stays until its partner no longer multicasts to it or arrives at its barriers.
   cute::cluster_arrive();

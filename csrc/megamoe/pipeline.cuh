@@ -56,21 +56,26 @@ __device__ __forceinline__ void named_barrier_arrive(NamedBarrier barrier, int t
   asm volatile("bar.arrive %0, %1;" ::"r"(static_cast<int>(barrier)), "r"(threads) : "memory");
 }
 
-// True when `value` holds in all threads of this math warpgroup.
-__device__ __forceinline__ bool warpgroup_all(bool value) {
+// The same, and true when `value` holds in all of these threads.
+__device__ __forceinline__ bool named_barrier_all(int barrier, int threads, bool value) {
   uint32_t all;
   asm volatile(
       "{\n"
       ".reg .pred p, q;\n"
       "setp.ne.u32 p, %1, 0;\n"
-      "bar.red.and.pred q, %2, 128, p;\n"
+      "bar.red.and.pred q, %2, %3, p;\n"
       "selp.b32 %0, 1, 0, q;\n"
       "}"
       : "=r"(all)
-      : "r"(static_cast<uint32_t>(value)),
-        "r"(static_cast<int>(NamedBarrier::kMathGroup) + static_cast<int>(threadIdx.x / 128) - 1)
+      : "r"(static_cast<uint32_t>(value)), "r"(barrier), "r"(threads)
       : "memory");
   return all != 0;
+}
+
+// True when `value` holds in all threads of this math warpgroup.
+__device__ __forceinline__ bool warpgroup_all(bool value) {
+  int const group = static_cast<int>(threadIdx.x / 128) - 1;
+  return named_barrier_all(static_cast<int>(NamedBarrier::kMathGroup) + group, 128, value);
 }
 
 // The value of lane 0, which the compiler then knows to be the same in all lanes.
