@@ -178,6 +178,14 @@ def _times(arms: Mapping[str, Line], slow: str, fast: str) -> str:
     return f"{arms[slow]['us_median'] / arms[fast]['us_median']:.3f}"
 
 
+def _over_fa3(arms: Mapping[str, Line], arm: str) -> str:
+    """An arm over attention alone: round by round with its interval, where that was recorded."""
+    line = arms.get(arm, {})
+    if "over_fa3" not in line:
+        return _times(arms, arm, "fa3")
+    return f"{line['over_fa3']:.3f} [{line['over_low']:.3f} {line['over_high']:.3f}]"
+
+
 def attention_rates() -> str:
     """Attention alone: rate, and how much faster than its rivals."""
     shapes = _shapes("attention.jsonl", "attention")
@@ -185,7 +193,7 @@ def attention_rates() -> str:
         [
             name,
             f"{arms['fa3']['tflops']:.0f}",
-            *(_times(arms, rival, "fa3") for rival in ("cudnn", "fa4")),
+            *(_over_fa3(arms, rival) for rival in ("cudnn", "fa4")),
         ]
         for name, arms in shapes.items()
     ]
@@ -202,7 +210,7 @@ def fused_ratios() -> str:
         [
             name,
             *(f"{arms[arm]['us_median']:.1f}" for arm in ("fa3", "fused")),
-            _times(arms, "fused", "fa3"),
+            _over_fa3(arms, "fused"),
             *(_times(arms, arm, "fused") for arm in others),
         ]
         for name, arms in shapes.items()

@@ -108,6 +108,9 @@ def test_tables_of_ratios(render, results):
     assert "| s: 4,096 rows, 12 x 128 | 700 | 1.100 | - |" in render.TABLES["attention-rates"]()
     ratios = render.TABLES["fused-ratios"]()
     assert "| s: 4,096 rows, 12 x 128 | 100.0 | 104.0 | 1.040 | - | - | 1.250 | - | - |" in ratios
+    lines[1] |= {"over_fa3": 1.0951, "over_low": 1.09, "over_high": 1.1}
+    (results / "attention.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
+    assert "| 700 | 1.095 [1.090 1.100] | - |" in render.TABLES["attention-rates"]()
     shape = {"direction": "heads", "rows": 1024, "heads": 24, "D": 128}
     row = {"op": "ulysses_a2a", "shape": shape, "world": 2, "n": 20, "remote_MB": 32.0} | FACTS
     line = row | {"arm": "auto-0", "us_median": 94.2, "egress_GBps": 339.7}
