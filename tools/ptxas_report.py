@@ -21,7 +21,7 @@ STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) by
 USED = re.compile(r"Used (\d+) registers")
 SHARED = re.compile(r"(\d+) bytes smem")
 MOST_SHARED_BYTES = 227 * 1024  # of a block on compute capability 9.0
-MAY_SPILL = {"megamoe_sm90<true>": 160}
+MAY_SPILL = {"megamoe_sm90<true>": 192}
 """Bytes by kernel. The trace build: times and counters that change once per tile; its calls are 1%
 longer than those of the normal build, which spills nothing."""
 

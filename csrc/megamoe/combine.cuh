@@ -157,7 +157,9 @@ __device__ __forceinline__ void combine_early(MegaMoeParams const& params, CallS
   for (int32_t turn = 0; turn < per_rank - 1; ++turn) {
     bool ok = true;
     if (lane < plan.world) {
-      uint64_t const* const word = own.expert_done(params.layout, lane * per_rank + turn);
+      int32_t const expert = lane * plan.experts_per_rank() + turn;
+      uint64_t const* const word =
+          params.view(params.workspace.rank).expert_done(params.layout, expert);
       WaitSite const site{Phase::kCombineArrival, lane, call.epoch, call.epoch};
       ok = wait_until(params.workspace, site, [&] { return ld_acquire_sys(word); });
     }

@@ -51,6 +51,7 @@
 #include "epilogue_l2.cuh"
 #include "mainloop.cuh"
 #include "pull.cuh"
+#include "pull_groups.cuh"
 
 namespace xstage {
 
@@ -192,7 +193,11 @@ __global__ void __cluster_dims__(MegaMoeTraits::kCluster, 1, 1)
       named_barrier_sync(NamedBarrier::kTilesDone, kTilesThreads);
       if (threadIdx.x == 0) arrive_and_publish(params.workspace, call.epoch, num_blocks);
     } else if (threadIdx.x >= 32 * Traits::kFirstDispatchWarp) {
-      if (ok) pull_rows<kTrace>(params, call, shared);
+      if (ok && params.plan.pull == kPullGroups) {
+        pull_groups<kTrace>(params, call, shared);
+      } else if (ok) {
+        pull_rows<kTrace>(params, call, shared);
+      }
       if (ok && params.plan.combine == kCombineEarly) combine_early(params, call, shared);
       __syncwarp();
       if (ranks_done(true)) combine_tokens(params, call);

@@ -163,3 +163,24 @@ def test_tile_follows_rows_per_expert(monkeypatch: pytest.MonkeyPatch) -> None:
     for tokens, block_m in [(16, 64), (256, 64), (512, 128), (8192, 128)]:
         plans = list(candidates(dataclasses.replace(LARGE, tokens=tokens), PROFILE))
         assert {plan.block_m for plan in plans} == {block_m}
+
+
+def test_rows_are_pulled_in_groups_where_the_link_is_what_counts() -> None:
+    link = MoEProblem(
+        world=2,
+        num_experts=64,
+        topk=8,
+        hidden=2048,
+        intermediate=768,
+        max_tokens=8192,
+        remote_share=7 / 8,
+    )
+    assert choose(link, PROFILE).plan.pull == 1
+    few = dataclasses.replace(link, max_tokens=1024)
+    at_home = dataclasses.replace(link, remote_share=0.1)
+    wide = dataclasses.replace(link, hidden=2112)
+    for other in (few, at_home, wide, LARGE):
+        assert choose(other, PROFILE).plan.pull == 0, other
+    assert choose(link, PROFILE, pull=0).plan.pull == 0
+    with pytest.raises(RuntimeError, match=r"pull: expected 0 \(rows\) with hidden above 2048"):
+        choose(wide, PROFILE, pull=1).plan.bytes()

@@ -12,6 +12,9 @@ SCHEDULES = ("wave", "interleaved")
 STORES = ("st", "bulk", "paced")
 COMBINES = ("end", "early")
 WEIGHT_LAYOUTS = ("gate_up", "up_gate", "interleaved")
+PULLS = ("rows", "groups")
+GROUP_MOST_HIDDEN = 2048
+"""Rows that are pulled in groups are at most so wide."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +42,7 @@ class MegaMoePlan:
     slice_rows: int = 4
     combine: int = 0
     weight_layout: int = 0
+    pull: int = 0
 
     @property
     def experts_per_rank(self) -> int:
