@@ -248,7 +248,7 @@ def regret(lines: Sequence[Line], profile: machine.MachineProfile) -> Exhibit:
     costs: dict[bool, list[tuple[float, str, str, str]]] = {False: [], True: []}
     for case in _plans.read(lines):
         plan = choose.choose(case.config.problem, profile).plan
-        chosen = next((one for one in case.plans if one.plan == plan), None)
+        chosen = case.of(plan)
         if chosen is None:
             raise SystemExit(f"{case.config.name}: the planner's choice was not measured: {plan}")
         best = min(case.plans, key=lambda one: one.us)

@@ -45,10 +45,9 @@ KEPT = (
 
 
 def _measured_rows(case: _plans.Case, profile: machine.MachineProfile) -> list[Any]:
-    by_plan = {one.plan: one for one in case.plans}
     rows = []
     for row in sweep_84.predicted_rows(case.config, profile):
-        one = by_plan.get(_sweep.plan_of(case.config, row.arm, profile))
+        one = case.of(_sweep.plan_of(case.config, row.arm, profile))
         if one is not None:
             extra = {"measured_as": one.name, "raw_us": one.raw_us}
             rows.append(_plans.measured(row, one.timing, True, extra))

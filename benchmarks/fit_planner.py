@@ -28,12 +28,12 @@ Families = dict[str, _plans.Measured]
 
 def families_of(case: _plans.Case, profile: machine.MachineProfile) -> Families:
     """What was measured for each family's plan; families may share a plan."""
-    by_plan = {one.plan: one for one in case.plans}
     found = {}
     for name, fields in ranking.FAMILIES.items():
         plan = family_plan(case.config.problem, profile, ranking.DEFAULTS | fields)
-        if plan in by_plan:
-            found[name] = by_plan[plan]
+        one = case.of(plan)
+        if one is not None:
+            found[name] = one
     return found
 
 
