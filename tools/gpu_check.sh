@@ -102,7 +102,7 @@ failures=0
 for name in "${steps[@]}"; do
   row=$(cat "$logs/$name.row")
   echo "$row"
-  [[ $row =~ ^[a-z0-9-]+\ +ok\  ]] || failures=$((failures + 1))
+  [[ $row =~ ^[a-z0-9_-]+\ +ok\  ]] || failures=$((failures + 1))
 done
 ((gpus >= ranks)) || echo "two-rank checks  skipped: $gpus GPU visible, $ranks needed"
 exit $((failures > 0))
