@@ -194,11 +194,16 @@ __device__ __forceinline__ bool MathRole<Traits>::run(QueryTile const& tile, Fra
   // P as operand A: eight consecutive scores are one thread's part of a 16-column step.
   Tensor tOrP = make_tensor<Element>(
       Layout<Shape<Shape<_2, _2, _2>, _1, Int<Traits::kBlockN / 16>>>{});  // ((2,2,2),1,N/16)
-  auto take_probabilities = [&] {
-    Tensor words = recast<uint32_t>(tOrP);
+  auto take_probabilities = [&](auto begin, auto end) {
+    auto words = recast<uint32_t>(tOrP);
 #pragma unroll
-    for (int i = 0; i < size(words); ++i) words(i) = pack<Element>(tSrS(2 * i), tSrS(2 * i + 1));
+    for (int i = begin / 2; i < end / 2; ++i) {
+      words(i) = pack<Element>(tSrS(2 * i), tSrS(2 * i + 1));
+    }
   };
+  constexpr Int<0> kBegin;
+  constexpr Int<Softmax::kSecondEnd> kLastPart;
+  constexpr Int<Softmax::kSize> kEnd;
   float rescale[2];
 
   KeyBlockView block = cursor.view();
@@ -211,8 +216,8 @@ __device__ __forceinline__ bool MathRole<Traits>::run(QueryTile const& tile, Fra
   release(smem_.k_empty[k_ring_.stage]);
   k_ring_.advance();
   if (__builtin_expect(needs_mask(block, first_row), 0)) mask(tSrS, block, first_row);
-  softmax.step(tSrS, rescale);
-  take_probabilities();
+  softmax.step(tSrS, rescale, [] {});
+  take_probabilities(kBegin, kEnd);
   clear(out);
 
   int32_t v_valid = block.num_valid;
@@ -233,17 +238,20 @@ __device__ __forceinline__ bool MathRole<Traits>::run(QueryTile const& tile, Fra
     release(smem_.k_empty[k_ring_.stage]);
     k_ring_.advance();
     if (__builtin_expect(needs_mask(block, first_row), 0)) mask(tSrS, block, first_row);
-    bool const must_rescale = softmax.step(tSrS, rescale);
+    // P V of the block before has ended by now, so its registers can take the probabilities that are
+    // final, beside the last exponentials. The wait stands behind the softmax's branches: in a
+    // straight line the compiler moves it in front of the softmax, and nothing overlaps.
+    bool const must_rescale = softmax.step(tSrS, rescale, [&] {
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(out);
+      release(smem_.v_empty[v_ring_.stage]);
+      v_ring_.advance();
+      take_probabilities(kBegin, kLastPart);
+    });
+    take_probabilities(kLastPart, kEnd);
     v_valid = block.num_valid;
-    // The wait for the next keys stands here because it branches: in a straight line the compiler
-    // moves the wait for the products in front of the softmax, and nothing overlaps.
     cursor.advance();
     if (!cursor.done()) smem_.k_full[k_ring_.stage].wait(k_ring_.phase);
-    warpgroup_wait<0>();
-    warpgroup_fence_operand(out);
-    release(smem_.v_empty[v_ring_.stage]);
-    v_ring_.advance();
-    take_probabilities();
     if (__builtin_expect(must_rescale, 0)) {
 #pragma unroll
       for (int e = 0; e < size(out); ++e) out(e) *= rescale[e / 2 % 2];

@@ -45,10 +45,17 @@ class OnlineSoftmax {
   __device__ __forceinline__ explicit OnlineSoftmax(float scale_log2)
       : scale_log2_(scale_log2), slack_(kSlack / scale_log2) {}
 
+  // Elements of a thread before the end of the first and of the second part. The first is small:
+  // its maxima have nothing to hide behind.
+  static constexpr int kFirstEnd = 16;
+  static constexpr int kSecondEnd = kFirstEnd + (kSize - kFirstEnd) / 8 * 4;
+
   // Turns scores into probabilities in place. `rescale`: by what the output so far must be
-  // multiplied. Returns false in the whole warp when that is one.
-  template <class Scores>
-  __device__ __forceinline__ bool step(Scores& scores, float (&rescale)[2]) {
+  // multiplied. Returns false in the whole warp when that is one. `behind_maxima` is called beside
+  // the last exponentials, when elements [0, kSecondEnd) are final.
+  template <class Scores, class BehindMaxima>
+  __device__ __forceinline__ bool step(Scores& scores, float (&rescale)[2],
+                                       BehindMaxima behind_maxima) {
     bool raised = false;
     float top[2];
     find_top<0, kFirstEnd>(scores, top);
@@ -59,6 +66,7 @@ class OnlineSoftmax {
     find_top<kSecondEnd, kSize>(scores, top);
     exponentiate<kFirstEnd, kSecondEnd>(scores);
     raised |= raise_if_needed<kSecondEnd>(scores, top, rescale, raised);
+    behind_maxima();
     exponentiate<kSecondEnd, kSize>(scores);
     return raised;
   }
@@ -80,11 +88,6 @@ class OnlineSoftmax {
   // Probabilities stay below 2^kSlack: far from the end of float16, whose rounding (like that of
   // bfloat16) is relative.
   static constexpr float kSlack = 8.0f;
-  // Elements of a thread before the end of the first and of the second part. The first is small:
-  // its maxima have nothing to hide behind.
-  static constexpr int kFirstEnd = 16;
-  static constexpr int kSecondEnd = kFirstEnd + (kSize - kFirstEnd) / 8 * 4;
-
   // Maximum over a thread's elements [kBegin, kEnd) of each row, as two chains of half the length.
   template <int kBegin, int kEnd, class Scores>
   __device__ __forceinline__ void find_top(Scores const& scores, float (&top)[2]) const {
