@@ -11,7 +11,8 @@
 //   prologue      all     168        dispatch.cuh: count, list, tell owners
 //   load          0       104        mainloop.cuh: one thread; TMA
 //   schedule      1       104        mainloop.cuh: one thread; tiles, waits for their operands
-//   pull          2, 3    104        pull.cuh: rows of x into the x ring; combine.cuh at the end
+//   pull          2, 3    104        pull.cuh, pull_groups.cuh: rows of x into the x ring;
+//                                    combine.cuh at the end
 //   math          4-11    200        dispatch.cuh: segments of x; mainloop.cuh, epilogue_l1.cuh,
 //                                    epilogue_l2.cuh, combine.cuh
 //

@@ -1,4 +1,5 @@
-// The pull: rows that sources have listed for this rank, from their memory into the x ring.
+// The pull: rows that sources have listed for this rank, from their memory into the x ring, one by
+// one (plan.pull = 0; in groups: pull_groups.cuh).
 //
 // Roles: warps 2 and 3, beside the tiles.
 // Global protocol:

@@ -1,7 +1,8 @@
-// The pull by groups (plan.pull = 1), for many rows of up to 4 KiB where the link is what counts. A warp works out up to 16 of its
-// rows at a time, one per lane, and pulls them in groups, two under way at a time. What is no load
-// or store of a row (the search, the look at the ring, the announcement) takes microseconds each, so
-// it is done once per batch or group, by all lanes that have a row. For few rows it begins too late.
+// The pull by groups (plan.pull = 1), for many rows of up to 4 KiB where the link is what counts. A
+// warp works out up to 16 of its rows at a time, one per lane, and pulls them in groups, two under
+// way at a time. What is no load or store of a row (the search, the look at the ring, the
+// announcement) takes microseconds each, so it is done once per batch or group, by all lanes that
+// have a row. For few rows it begins too late.
 //
 // Roles and global protocol: those of pull.cuh. The batch lies in shared memory, since 64 registers
 // of a pull warp are under way.
