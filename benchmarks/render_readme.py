@@ -80,12 +80,14 @@ def sweep() -> str:
     if measured:
         text += (
             " The planner's ranking of plans was fitted to these measurements, without the models "
-            "that are marked. `serial` is the unfused pipeline of torch and NCCL."
+            "that are marked. `serial` is the unfused pipeline of torch and NCCL, in fewer samples."
         )
         text += _as_the_clock_said(everything)
-        few = sum(found[arm]["n"] < FEWEST for found in everything for arm in arms)
+        few = sum(found[arm]["n"] < FEWEST for found in everything for arm in _sweep.ARMS)
         if few:
-            text += f" {few} of {len(everything) * len(arms)} times are medians of fewer than "
+            text += (
+                f" {few} of {len(everything) * len(_sweep.ARMS)} times are medians of fewer than "
+            )
             text += f"{FEWEST} samples."
     text += "\n\n"
     return text + markdown(head, rows) + "\n\n" + origin(lines)
