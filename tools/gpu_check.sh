@@ -11,6 +11,9 @@
 # Logs, the profile and its validation lie in ${OUTDIR:-build/gpu-check}; PROFILE names the profile (here).
 # LIMIT_S scales every limit (default 1). Outside of git write the commit into a file COMMIT: it stands in
 # every result.
+#
+# On two H200 every step but three ran through this script in seven minutes; bench-burst and dist-workspace
+# ran by the same commands before, the programs of the sanitizer step one by one.
 set -u
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
