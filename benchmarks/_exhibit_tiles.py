@@ -13,20 +13,24 @@ from _tile_trace import busy_share
 
 from xstage_ext import machine, simulate
 from xstage_ext.planner.megamoe import MegaMoePlan
+from xstage_ext.planner.problem import MoEProblem
 
 
 def simulated(line: Line, profile: machine.MachineProfile) -> simulate.Simulation:
     """A traced simulation of a traced call; the "local control" kept every row at home."""
-    config = _sweep.load_configs()[line["index"]]
-    load = _sweep.load_of(config, config.draw())
-    counts = load.counts
-    if line["arm"] == "local control":
-        counts = np.zeros_like(counts)
-        counts[load.rank] = load.counts.sum(axis=0)
+    if "problem" in line:  # a layer of one's own, traced with balanced routing
+        problem = MoEProblem(**line["problem"])
+        counts, rank, tokens = problem.even_counts(), 0, problem.load
+    else:
+        config = _sweep.load_configs()[line["index"]]
+        load = _sweep.load_of(config, config.draw())
+        counts, rank, tokens = load.counts, load.rank, config.tokens
+        if line["arm"] == "local control":
+            counts = np.zeros_like(counts)
+            counts[rank] = load.counts.sum(axis=0)
     return simulate.simulate_megamoe(
-        MegaMoePlan(*line["plan"]), counts, profile, rank=load.rank, trace=True,
-        assume=simulate.Assumptions(tickets=line.get("tickets", True)), num_tokens=config.tokens,
-    )  # fmt: skip
+        MegaMoePlan(*line["plan"]), counts, profile, rank=rank, trace=True, num_tokens=tokens
+    )
 
 
 def simulated_spans_us(result: simulate.Simulation) -> FloatArray:
@@ -37,9 +41,7 @@ def simulated_spans_us(result: simulate.Simulation) -> FloatArray:
     return np.asarray(span + simulate.Assumptions().epilogue2_us)
 
 
-def simulated_activity(
-    result: simulate.Simulation, bin_us: float, waits_count: bool = False
-) -> FloatArray:
+def simulated_activity(result: simulate.Simulation, bin_us: float) -> FloatArray:
     """Share of the clusters that multiply; what is longer than a main loop needs is waiting."""
     column = {name: i for i, name in enumerate(simulate.TILE_COLUMNS)}
     phase, begin, end = (
@@ -49,7 +51,7 @@ def simulated_activity(
     for number in (1, 2):
         mine = phase == number
         length = np.maximum(end[mine] - begin[mine], 1e-9)
-        if mine.any() and not waits_count:
+        if mine.any():
             share[mine] = np.minimum(1.0, np.percentile(length, 5) / length)
     start = float(begin.min())
     return busy_share(begin - start, end - start, len(result.workers), bin_us, share)
@@ -106,14 +108,19 @@ BOX = ("whislo", "q1", "med", "q3", "whishi")
 
 
 def _about(line: Line, profile: machine.MachineProfile) -> str:
-    config = _sweep.load_configs()[line["index"]]
-    text = f"{config.name}, rank 0 of {config.world}, one traced call per arm behind warm ones. "
-    if not line.get("tickets", True):
-        text += (
-            "Traced with the kernel that dealt its tiles, before tickets; not traced again since. "
+    if "problem" in line:
+        problem = MoEProblem(**line["problem"])
+        name = (
+            f"{problem.load} tokens per rank, {problem.hidden} x {problem.intermediate}, "
+            f"{problem.experts_per_rank} local experts, top {problem.topk}, "
+            f"{problem.remote:g} of the rows remote"
         )
-    return text + (
-        f"Predictions: the simulator with profile {profile.name} ({profile.provenance})."
+    else:
+        name = _sweep.load_configs()[line["index"]].name
+    return (
+        f"{name}; rank 0 of {line['world']}, one traced call per arm behind warm ones; kernel of "
+        f"{line['commit']}. Predictions: the simulator with profile {profile.name} "
+        f"({profile.provenance})."
     )
 
 
@@ -126,8 +133,7 @@ def timeline(lines: Sequence[Line], profile: machine.MachineProfile) -> Exhibit:
     rows: list[Sequence[str]] = []
     for axes, line in zip(panels, lines, strict=True):
         seen, width = np.array(line["activity"]), line["bin_us"]
-        waits_count = line.get("waits_count", False)
-        predicted = simulated_activity(simulated(line, profile), width, waits_count)
+        predicted = simulated_activity(simulated(line, profile), width)
         axes.fill_between(np.arange(len(seen)) * width, seen, step="post", alpha=0.6)
         axes.step(np.arange(len(predicted)) * width, predicted, where="post", color="tab:red")
         axes.set_ylabel(line["arm"])
@@ -138,13 +144,7 @@ def timeline(lines: Sequence[Line], profile: machine.MachineProfile) -> Exhibit:
     panels[-1].set_xlabel("us since the first tile; red: predicted")
     head = ["arm", "multiplying", f"time below {LOW:.0%}", "longest such interval us"]
     head += ["tiles us", "predicted multiplying"]
-    text = _about(lines[0], profile)
-    if lines[0].get("waits_count", False):
-        text += (
-            " In these traces a main loop that waits for operands counts as multiplying, which "
-            "flatters the asynchronous arms: their loads wait behind their own bursts."
-        )
-    return Exhibit(text, [(head, rows)], figure)
+    return Exhibit(_about(lines[0], profile), [(head, rows)], figure)
 
 
 LOW = 0.5

@@ -173,7 +173,7 @@ def tile_lines(exhibits):
     for arm in ("wave/st", "interleaved/st", "local control"):
         known = arm if arm in exhibits._sweep.ARMS else "wave/st"
         plan = exhibits._sweep.plan_of(exhibits._sweep.load_configs()[21], known, PROFILE)
-        line = {"op": "megamoe_tiles", "arm": arm, "index": 21, "bin_us": 10.0}
+        line = {"op": "megamoe_tiles", "arm": arm, "index": 21, "bin_us": 10.0, "commit": "abc"}
         line["plan"] = dataclasses.astuple(plan)
         result = exhibits.simulated(line, PROFILE)
         spans = exhibits.simulated_spans_us(result)
@@ -206,6 +206,22 @@ def test_spans_and_timeline_show_predictions_beside_what_was_seen(evidence, tmp_
     rows = (tmp_path / "evidence" / "timeline.md").read_text().splitlines()
     row = next(row for row in rows if row.startswith("| wave/st"))
     assert row.split(" | ")[1] == row.split(" | ")[-1].strip(" |")
+
+
+def test_traces_of_other_layers_are_simulated_as_that_layer(evidence):
+    """Lines made from `xstage trace` name their problem instead of one of the 84."""
+    tiles = evidence._exhibit_tiles
+    problem = tiles.MoEProblem(
+        world=2, num_experts=8, topk=2, hidden=512, intermediate=256, max_tokens=1024
+    )
+    plan = evidence._exhibits.choose.choose(problem, PROFILE, schedule=0, store=0).plan
+    line = {"arm": "wave/st", "problem": dataclasses.asdict(problem), "world": 2, "commit": "abc"}
+    result = tiles.simulated(line | {"plan": dataclasses.astuple(plan)}, PROFILE)
+    wanted = evidence._exhibits.choose.predicted_us(problem, plan, PROFILE)
+    assert result.total_us == pytest.approx(wanted)
+    assert len(result.tiles) == 2 * 4 * plan.linear1_tiles + 2 * 4 * plan.linear2_tiles
+    text = tiles._about(line, PROFILE)
+    assert "1024 tokens per rank, 512 x 256, 4 local experts, top 2, 0.5 of the rows" in text
 
 
 def test_longest_run(evidence):
