@@ -158,6 +158,7 @@ def _shares(parts: Sequence[Part], axes: plt.Axes) -> Table:
         left += means[:, place]
     axes.invert_yaxis()
     axes.set_xlabel("share of the call")
-    axes.legend(fontsize=8, ncols=2, loc="lower left")
+    axes.set_xlim(0.0, 1.0)
+    axes.figure.legend(fontsize=8, ncols=4, loc="outside upper center")
     head = ["model, tokens", "us", "MHz", "arithmetic at this clock", *PARTS]
     return head, rows
