@@ -14,20 +14,9 @@
 
 #include <cute/tensor.hpp>
 
+#include "common/math.cuh"
+
 namespace xstage {
-
-__device__ __forceinline__ float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// A maximum that keeps NaN.
-__device__ __forceinline__ float max_nan(float a, float b) {
-  float y;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-  return y;
-}
 
 // Over the four threads that share a row of a fragment.
 template <class Combine>
