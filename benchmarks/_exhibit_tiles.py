@@ -13,24 +13,20 @@ from _tile_trace import busy_share
 
 from xstage_ext import machine, simulate
 from xstage_ext.planner.megamoe import MegaMoePlan
-from xstage_ext.planner.problem import MoEProblem
 
 
 def simulated(line: Line, profile: machine.MachineProfile) -> simulate.Simulation:
     """A traced simulation of a traced call; the "local control" kept every row at home."""
-    if "problem" in line:  # a layer of one's own, traced with balanced routing
-        problem = MoEProblem(**line["problem"])
-        counts, rank, tokens = problem.even_counts(), 0, problem.load
-    else:
-        config = _sweep.load_configs()[line["index"]]
-        load = _sweep.load_of(config, config.draw())
-        counts, rank, tokens = load.counts, load.rank, config.tokens
-        if line["arm"] == "local control":
-            counts = np.zeros_like(counts)
-            counts[rank] = load.counts.sum(axis=0)
+    config = _sweep.load_configs()[line["index"]]
+    load = _sweep.load_of(config, config.draw())
+    counts = load.counts
+    if line["arm"] == "local control":
+        counts = np.zeros_like(counts)
+        counts[load.rank] = load.counts.sum(axis=0)
     return simulate.simulate_megamoe(
-        MegaMoePlan(*line["plan"]), counts, profile, rank=rank, trace=True, num_tokens=tokens
-    )
+        MegaMoePlan(*line["plan"]), counts, profile, rank=load.rank, trace=True,
+        num_tokens=config.tokens,
+    )  # fmt: skip
 
 
 def simulated_spans_us(result: simulate.Simulation) -> FloatArray:
@@ -108,18 +104,10 @@ BOX = ("whislo", "q1", "med", "q3", "whishi")
 
 
 def _about(line: Line, profile: machine.MachineProfile) -> str:
-    if "problem" in line:
-        problem = MoEProblem(**line["problem"])
-        name = (
-            f"{problem.load} tokens per rank, {problem.hidden} x {problem.intermediate}, "
-            f"{problem.experts_per_rank} local experts, top {problem.topk}, "
-            f"{problem.remote:g} of the rows remote"
-        )
-    else:
-        name = _sweep.load_configs()[line["index"]].name
+    config = _sweep.load_configs()[line["index"]]
     return (
-        f"{name}; rank 0 of {line['world']}, one traced call per arm behind warm ones; kernel of "
-        f"{line['commit']}. Predictions: the simulator with profile {profile.name} "
+        f"{config.name}; rank 0 of {line['world']}, one traced call per arm behind warm ones; "
+        f"kernel of {line['commit']}. Predictions: the simulator with profile {profile.name} "
         f"({profile.provenance})."
     )
 

@@ -208,22 +208,6 @@ def test_spans_and_timeline_show_predictions_beside_what_was_seen(evidence, tmp_
     assert row.split(" | ")[1] == row.split(" | ")[-1].strip(" |")
 
 
-def test_traces_of_other_layers_are_simulated_as_that_layer(evidence):
-    """Lines made from `xstage trace` name their problem instead of one of the 84."""
-    tiles = evidence._exhibit_tiles
-    problem = tiles.MoEProblem(
-        world=2, num_experts=8, topk=2, hidden=512, intermediate=256, max_tokens=1024
-    )
-    plan = evidence._exhibits.choose.choose(problem, PROFILE, schedule=0, store=0).plan
-    line = {"arm": "wave/st", "problem": dataclasses.asdict(problem), "world": 2, "commit": "abc"}
-    result = tiles.simulated(line | {"plan": dataclasses.astuple(plan)}, PROFILE)
-    wanted = evidence._exhibits.choose.predicted_us(problem, plan, PROFILE)
-    assert result.total_us == pytest.approx(wanted)
-    assert len(result.tiles) == 2 * 4 * plan.linear1_tiles + 2 * 4 * plan.linear2_tiles
-    text = tiles._about(line, PROFILE)
-    assert "1024 tokens per rank, 512 x 256, 4 local experts, top 2, 0.5 of the rows" in text
-
-
 def test_longest_run(evidence):
     assert evidence._exhibit_tiles.longest(np.array([True, True, False, True])) == 2
     assert evidence._exhibit_tiles.longest(np.array([], dtype=bool)) == 0
