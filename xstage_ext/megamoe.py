@@ -290,44 +290,45 @@ class MegaMoE(torch.nn.Module):
         """
         if self.impl is None:
             self._prepare_late()
-        check_types(x, topk_idx, topk_weights)
-        weights = topk_weights.float()
-        if self.impl == "fallback":
-            return self._fallback(x, topk_idx, weights, num_tokens, out)
-        if isinstance(num_tokens, int):
-            if not 0 <= num_tokens <= x.shape[0]:
-                text = f"expected 0 to {x.shape[0]} (rows of x), got {num_tokens}"
-                raise ValueError(f"xstage.megamoe: num_tokens: {text}")
-            if out is None:
-                out = torch.empty_like(x, memory_format=torch.contiguous_format)
-            out[num_tokens:].zero_()
-            self._native(
-                x[:num_tokens], topk_idx[:num_tokens], weights[:num_tokens], None, out[:num_tokens]
-            )
-            return out
-        return self._native(x, topk_idx, weights, num_tokens, out)
+        given = x, topk_idx, topk_weights, num_tokens, out
+        if self._lease is None:
+            return self._compute(None, *given)
+        if torch.compiler.is_compiling():
+            # A traced call skips the look at the fault record; `check` takes it.
+            return self._compute(self._words, *given)
+        with self._lease.guard():
+            return self._compute((self._words[0], self._lease.words(self._digest)), *given)
 
     def check(self, *, synchronize: bool = False) -> None:
         """Raise what an earlier call found; see `SymmetricWorkspace.check`."""
         if self._lease is not None:
             self._lease.workspace.check(synchronize=synchronize)
 
-    def _native(
+    def _compute(
         self,
+        words: tuple[list[int], list[int]] | None,
         x: torch.Tensor,
         topk_idx: torch.Tensor,
-        weights: torch.Tensor,
-        num_tokens: torch.Tensor | None,
+        topk_weights: torch.Tensor,
+        num_tokens: int | torch.Tensor | None,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        if torch.compiler.is_compiling():
-            # A traced call skips the look at the fault record; `check` takes it.
-            return self._launch(self._words, x, topk_idx, weights, num_tokens, out)
-        if self._lease is None:
-            raise WorkspaceError(f"xstage.MegaMoE: {self.name}: it is closed")
-        with self._lease.guard():
-            words = self._words[0], self._lease.words(self._digest)
+        """Natively with the words of a call; without them by the fallback."""
+        check_types(x, topk_idx, topk_weights)
+        weights = topk_weights.float()
+        if words is None:
+            return self._fallback(x, topk_idx, weights, num_tokens, out)
+        if not isinstance(num_tokens, int):
             return self._launch(words, x, topk_idx, weights, num_tokens, out)
+        if not 0 <= num_tokens <= x.shape[0]:
+            text = f"expected 0 to {x.shape[0]} (rows of x), got {num_tokens}"
+            raise ValueError(f"xstage.megamoe: num_tokens: {text}")
+        if out is None:
+            out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        out[num_tokens:].zero_()
+        x, topk_idx, weights = (tensor[:num_tokens] for tensor in (x, topk_idx, weights))
+        self._launch(words, x, topk_idx, weights, None, out[:num_tokens])
+        return out
 
     def _launch(
         self,

@@ -98,6 +98,17 @@ def test_one_token_too_many_raises_everywhere_and_recovers() -> None:
     assert first.facts["recovered"] and second.facts["recovered"]
 
 
+def test_peers_hear_of_a_refused_dtype_and_number_of_tokens() -> None:
+    first, second = launch("moe.refused", 2, env={"XSTAGE_TIMEOUT_MS": "8000"})
+    assert first.code == second.code == 0, f"{first}\n{second}"
+    texts = "x: expected torch.bfloat16, got torch.float32", "num_tokens: expected 0 to 40"
+    for own, heard, text, kind in zip(
+        first.facts["heard"], second.facts["heard"], texts, ("TypeError", "ValueError"), strict=True
+    ):
+        assert own.startswith(kind) and text in own
+        assert heard.startswith("PeerError") and text in heard
+
+
 def test_a_dead_peer_is_named() -> None:
     first, _ = launch("moe.dead_peer", 2)
     assert first.code == 7, str(first)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -129,6 +130,24 @@ def too_many_tokens(place: Place) -> None:
         report(error="RuntimeError", text=str(error))
     assert_right(moe, *tokens(place.rank, 2, count))
     report(recovered=True)
+
+
+@grouped
+def refused(place: Place) -> None:
+    """Rank 0 is given what no layer takes, twice; rank 1 hears of it, and later calls are right."""
+    moe = layer(place)
+    moe.prepare()
+    x, ids, scores = tokens(place.rank, 0, 40)
+    heard = []
+    for wrong in ((x.float(), ids, scores), (x, ids, scores, 41)):
+        started = time.monotonic()
+        try:
+            moe(*(wrong if place.rank == 0 else (x, ids, scores)))
+        except (PeerError, TypeError, ValueError) as error:
+            heard.append(f"{type(error).__name__}: {error}")
+        assert time.monotonic() - started < 5
+    assert_right(moe, x, ids, scores)
+    report(heard=heard)
 
 
 @grouped
