@@ -291,7 +291,7 @@ class MachineProfile:
 
     def require(self, gpu_name: str) -> MachineProfile:
         """This profile, or a ProfileError when `gpu_name` is another GPU than the profile's."""
-        if _gpu_key(gpu_name) != _gpu_key(self.gpu.name):
+        if gpu_key(gpu_name) != gpu_key(self.gpu.name):
             raise ProfileError(
                 f"machine profile {self.name} describes {self.gpu.name}, this GPU is {gpu_name}; "
                 "run `xstage calibrate` here, or set XSTAGE_PROFILE to a profile of this GPU"
@@ -376,7 +376,7 @@ def _read(chosen: str) -> MachineProfile:
 
 def _bundled_for(gpu_name: str) -> str:
     for name in bundled():
-        if _gpu_key(_read(name).gpu.name) == _gpu_key(gpu_name):
+        if gpu_key(_read(name).gpu.name) == gpu_key(gpu_name):
             return name
     raise ProfileError(
         f"machine profile: none bundled for {gpu_name} (there are {', '.join(bundled())}); "
@@ -384,7 +384,7 @@ def _bundled_for(gpu_name: str) -> str:
     )
 
 
-def _gpu_key(name: str) -> str:
+def gpu_key(name: str) -> str:
     """`NVIDIA H200` and `H200` are one GPU; `H100 80GB HBM3` is an `H100`; `H200 NVL` is not."""
     words = [word for word in name.upper().replace("-", " ").split() if word != "NVIDIA"]
     noise = ("GB", "HBM2E", "HBM3", "HBM3E", "SXM", "SXM4", "SXM5", "TESLA")

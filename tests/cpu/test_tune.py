@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import pathlib
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -94,9 +97,10 @@ def test_files_come_back_as_written(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ("no JSON", "expected a file of `xstage tune`, got something else"),
-        ("[]", "expected a file of `xstage tune`, got something else"),
-        ('{"plans": [{"gpu": "x"}]}', "got something else .'world'"),
+        ("no JSON", "expected a file of `xstage tune`, got other"),
+        ("[" * 100_000, "expected a file of `xstage tune`, got other"),
+        ("[]", "expected an object, got"),
+        ('{"plans": [{"gpu": "x"}]}', "plans.0.: expected field world, got 'nothing'"),
         (None, "No such file"),
     ],
 )
@@ -111,12 +115,61 @@ def test_other_files_are_refused(
         choose(LAYER, PROFILE)
 
 
-def test_families_of_other_versions_are_refused(table: pathlib.Path) -> None:
+def alter(table: pathlib.Path, **fields: Any) -> None:
+    """Overwrites fields of the table's only entry."""
     data = json.loads(table.read_text())
-    data["plans"][0]["us"]["spiral"] = 1.0
+    data["plans"][0] |= fields
     table.write_text(json.dumps(data))
-    with pytest.raises(PlanError, match="tune it again"):
+
+
+@pytest.mark.parametrize(
+    "us", ["10.0", math.inf, math.nan, True, None, -1.0, 0, 10**400], ids=lambda us: str(us)[:5]
+)
+def test_times_are_positive_numbers(table: pathlib.Path, us: Any) -> None:
+    alter(table, us={"wave st 64": 5.0, "wave st 128": us})
+    with pytest.raises(PlanError, match="table of plans"):
         choose(LAYER, PROFILE)
+
+
+@pytest.mark.parametrize("field", [{"tokens": 64.9}, {"tokens": 0}, {"us": {}}, {"wrold": 2}])
+def test_entries_are_read_strictly(table: pathlib.Path, field: dict[str, Any]) -> None:
+    alter(table, **field)
+    with pytest.raises(PlanError, match="table of plans"):
+        choose(LAYER, PROFILE)
+
+
+def test_families_of_other_versions_are_refused(table: pathlib.Path) -> None:
+    alter(table, us={"spiral": 1.0})
+    with pytest.raises(PlanError, match="tune the layer again, got .*spiral"):
+        choose(LAYER, PROFILE)
+
+
+def test_entries_may_repeat(table: pathlib.Path) -> None:
+    again = measured.entry(LAYER, GPU, {"wave st 64": 1.0})
+    measured.save(table, [*measured.load(table), again])
+    assert measured.find(measured.load(table), LAYER, GPU) == measured.load(table)[0]
+
+
+def test_remote_shares_are_told_apart(table: pathlib.Path) -> None:
+    other = dataclasses.replace(LAYER, remote_share=0.0)
+    assert measured.find(measured.load(table), other, GPU) is None
+    measured.add(table, measured.entry(other, GPU, {"wave st 64": 1.0}))
+    assert len(measured.load(table)) == 2
+    same = dataclasses.replace(LAYER, remote_share=0.5)
+    assert measured.find(measured.load(table), same, GPU) == measured.load(table)[0]
+
+
+def test_a_gpu_takes_its_own_entries(table: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name, count in (("NVIDIA H200", 1), ("NVIDIA H100 80GB HBM3", 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
+        assert len(measured.asked_for()) == count
+
+
+def test_a_tilde_is_the_home(table: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(table.parent))
+    monkeypatch.setenv("XSTAGE_PLANS", f"~/{table.name}")
+    assert measured.asked_for() == measured.load(table)
 
 
 def test_tuning_times_every_family_and_layers_use_it(

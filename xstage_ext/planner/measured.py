@@ -14,9 +14,11 @@ import math
 import os
 import pathlib
 from collections.abc import Sequence
-from typing import Any
 
-from .. import _env
+import torch
+
+from .. import _env, machine
+from .._json import build
 from ..errors import PlanError
 from . import ranking
 from .problem import MoEProblem
@@ -34,9 +36,11 @@ class Entry:
     Attributes
     ----------
     gpu : str
-        As torch names it.
+        As the machine profile names it; `machine.gpu_key` tells kinds apart.
     layer : tuple of int
         world, num_experts, topk, hidden, intermediate.
+    remote : float
+        Share of the rows that cross the link.
     tokens : int
         Per rank and call.
     us : tuple of (str, float)
@@ -47,6 +51,7 @@ class Entry:
 
     gpu: str
     layer: tuple[int, ...]
+    remote: float
     tokens: int
     us: tuple[tuple[str, float], ...]
     source: str = ""
@@ -58,42 +63,81 @@ class Entry:
         return {name: us / least for name, us in self.us}
 
 
-def layer_of(problem: MoEProblem) -> tuple[int, ...]:
-    """What must be equal for an entry to count."""
-    return tuple(getattr(problem, name) for name in _LAYER)
+@dataclasses.dataclass(frozen=True)
+class _Line:
+    """An entry as the file has it."""
+
+    gpu: str
+    world: int
+    num_experts: int
+    topk: int
+    hidden: int
+    intermediate: int
+    remote_share: float
+    tokens: int
+    us: dict[str, float]
+    source: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class _File:
+    plans: tuple[_Line, ...]
 
 
 def entry(problem: MoEProblem, gpu: str, us: dict[str, float], source: str = "") -> Entry:
     """From measured medians by family."""
-    ordered = tuple(sorted(us.items(), key=lambda pair: pair[1]))
-    return Entry(gpu, layer_of(problem), problem.load, ordered, source)
+    return Entry(gpu, *_layer_of(problem), problem.load, _fastest_first(us), source)
+
+
+def _layer_of(problem: MoEProblem) -> tuple[tuple[int, ...], float]:
+    """What must be equal for an entry to count."""
+    return tuple(getattr(problem, name) for name in _LAYER), round(problem.remote, 6)
+
+
+def _fastest_first(us: dict[str, float]) -> tuple[tuple[str, float], ...]:
+    return tuple(sorted(us.items(), key=lambda pair: pair[1]))
 
 
 def find(entries: Sequence[Entry], problem: MoEProblem, gpu: str) -> Entry | None:
     """The entry of this layer and GPU with the nearest number of tokens, if one is near."""
-    layer, load = layer_of(problem), max(problem.load, 1)
-    alike = [one for one in entries if (one.gpu, one.layer) == (gpu, layer)]
-    near = [(abs(math.log(one.tokens / load)), one.tokens, one) for one in alike]
+    layer, load = _layer_of(problem), max(problem.load, 1)
+    alike = [one for one in entries if (one.layer, one.remote) == layer]
+    near = [
+        (abs(math.log(one.tokens / load)), one.tokens, one)
+        for one in alike
+        if machine.gpu_key(one.gpu) == machine.gpu_key(gpu)
+    ]
     near = [found for found in near if found[0] <= math.log(NEAR) + 1e-9]
-    return min(near)[2] if near else None
+    return min(near, key=lambda found: found[:2])[2] if near else None
 
 
 def asked_for() -> tuple[Entry, ...]:
-    """The table that XSTAGE_PLANS names; empty without it."""
-    path = _env.get("XSTAGE_PLANS")
-    if path is None:
+    """The table that XSTAGE_PLANS names; empty without it. A GPU here takes its own entries only.
+
+    Raises
+    ------
+    PlanError
+        As `load`.
+    """
+    named = _env.get("XSTAGE_PLANS")
+    if named is None:
         return ()
+    path = pathlib.Path(named).expanduser()
     try:
         changed = os.stat(path).st_mtime_ns
     except OSError as error:
         raise PlanError(f"xstage: XSTAGE_PLANS: {path}: {error.strerror}") from None
-    return _read(path, changed)
+    found = _read(path, changed)
+    if not torch.cuda.is_available():
+        return found
+    here = machine.gpu_key(torch.cuda.get_device_name())
+    return tuple(one for one in found if machine.gpu_key(one.gpu) == here)
 
 
 @functools.lru_cache(maxsize=8)
-def _read(path: str, changed: int) -> tuple[Entry, ...]:
+def _read(path: pathlib.Path, changed: int) -> tuple[Entry, ...]:
     """Cached until the file changes."""
-    return load(pathlib.Path(path))
+    return load(path)
 
 
 def load(path: pathlib.Path) -> tuple[Entry, ...]:
@@ -104,28 +148,32 @@ def load(path: pathlib.Path) -> tuple[Entry, ...]:
     PlanError
         It is none of `xstage tune`, or names families that this version does not know.
     """
-    expected = f"{path}: expected a file of `xstage tune`"
+    table = f"table of plans {path}"
     try:
-        lines: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["plans"]
-        found = tuple(
-            Entry(
-                gpu=str(line["gpu"]),
-                layer=tuple(int(line[name]) for name in _LAYER),
-                tokens=int(line["tokens"]),
-                us=tuple(sorted(line["us"].items(), key=lambda pair: float(pair[1]))),
-                source=str(line.get("source", "")),
-            )
-            for line in lines
-        )
+        data = json.loads(path.read_text(encoding="utf-8"))
+        lines: tuple[_Line, ...] = build(_File, data, table, PlanError).plans
     except OSError as error:
-        raise PlanError(f"{expected}; {error.strerror}") from None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise PlanError(f"{expected}, got something else ({error})") from None
-    for one in found:
-        unknown = dict(one.us).keys() - ranking.FAMILIES.keys()
-        if unknown or not one.us or one.tokens < 1 or not one.us[0][1] > 0:
-            raise PlanError(f"{path}: {one.layer}: tune it again, got {dict(one.us)}")
-    return found
+        raise PlanError(f"{table}: {error.strerror}") from None
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise PlanError(f"{table}: expected a file of `xstage tune`, got other ({error})") from None
+    for line in lines:
+        unknown = line.us.keys() - ranking.FAMILIES.keys()
+        if unknown or not line.us or line.tokens < 1 or min(line.us.values()) <= 0.0:
+            raise PlanError(
+                f"{table}: expected tokens and times above 0 of plans that this version knows; "
+                f"tune the layer again, got {line}"
+            )
+    return tuple(
+        Entry(
+            gpu=line.gpu,
+            layer=tuple(getattr(line, name) for name in _LAYER),
+            remote=line.remote_share,
+            tokens=line.tokens,
+            us=_fastest_first(line.us),
+            source=line.source,
+        )
+        for line in lines
+    )
 
 
 def save(path: pathlib.Path, entries: Sequence[Entry]) -> None:
@@ -133,18 +181,36 @@ def save(path: pathlib.Path, entries: Sequence[Entry]) -> None:
     lines = [
         {"gpu": one.gpu}
         | dict(zip(_LAYER, one.layer, strict=True))
-        | {"tokens": one.tokens, "us": dict(one.us), "source": one.source}
+        | {"remote_share": one.remote, "tokens": one.tokens}
+        | {"us": dict(one.us), "source": one.source}
         for one in entries
     ]
     text = json.dumps({"plans": lines}, indent=1) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = _draft(path)
     draft.write_text(text, encoding="utf-8")
     draft.replace(path)
 
 
 def add(path: pathlib.Path, new: Entry) -> None:
-    """Put an entry into a file; it replaces the one of the same GPU, layer and tokens."""
-    key = new.gpu, new.layer, new.tokens
+    """Put an entry into a file; it replaces the one of the same GPU, layer, share and tokens."""
+
+    def key(one: Entry) -> tuple[object, ...]:
+        return one.gpu, one.layer, one.remote, one.tokens
+
     kept = load(path) if path.exists() else ()
-    save(path, [*(one for one in kept if (one.gpu, one.layer, one.tokens) != key), new])
+    save(path, [*(one for one in kept if key(one) != key(new)), new])
+
+
+def check_writable(path: pathlib.Path) -> None:
+    """Before a long run: what `add` would raise after it."""
+    if path.exists():
+        load(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = _draft(path)
+    draft.touch()
+    draft.unlink()
+
+
+def _draft(path: pathlib.Path) -> pathlib.Path:
+    return path.with_name(f".{path.name}.{os.getpid()}")
