@@ -10,7 +10,7 @@ import numpy as np
 
 from .machine import MachineProfile
 from .model import BurstGap, Regime, burst_shadow
-from .planner import ranking
+from .planner import measured, ranking
 from .planner.choose import Decision, choose, family_plan, predicted_us, profile_here
 from .planner.megamoe import MegaMoePlan
 from .planner.problem import MoEProblem
@@ -62,6 +62,8 @@ class PlanReport:
     simulation: Simulation
     beyond: str | None = None
     """What of this problem the profile has not seen (`beyond_measurement`)."""
+    timed: str | None = None
+    """What the entry of a table of plans says of itself, if one decided (XSTAGE_PLANS)."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types for JSON."""
@@ -78,6 +80,7 @@ class PlanReport:
                 "egress_GBps": self.simulation.egress_GBps,
             },
             "not_measured": self.beyond,
+            "timed": self.timed,
         }
 
     def picture(self, path: pathlib.Path) -> None:
@@ -92,10 +95,17 @@ class PlanReport:
         if fastest == self.decision.family:
             return "The simulator would choose alike."
         less = 1.0 - times[fastest] / times[self.decision.family]
+        judge = "ranking" if self.timed is None else "table"
         return (
-            f"The simulator would take {fastest}, {less:.1%} less. The ranking decides: plans "
+            f"The simulator would take {fastest}, {less:.1%} less. The {judge} decides: plans "
             "differ by less than the simulator errs."
         )
+
+    def judged_by(self) -> str:
+        """Where the expected times come from."""
+        if self.timed is None:
+            return "a ranking fitted to measurements"
+        return f"times of this layer in the table of XSTAGE_PLANS: {self.timed or 'no source'}"
 
     def text(self) -> str:
         """For people."""
@@ -111,8 +121,8 @@ class PlanReport:
             f"weights {d.floors.weights_us:.0f} us. Workspace {d.bytes / 1e6:.0f} MB per rank.",
             *([self.beyond] if self.beyond else []),
             "",
-            "Families of plans (* chosen), by expected time over the fastest one's (a ranking "
-            "fitted to measurements), and what the simulator says, us:",
+            "Families of plans (* chosen), by expected time over the fastest one's "
+            f"({self.judged_by()}), and what the simulator says, us:",
             *(
                 f"{'*' if name == d.family else ' '} {name:<22} {ratio:6.3f}  {us:8.1f}"
                 for (name, us), (_, ratio) in zip(self.alternatives, d.expected, strict=True)
@@ -207,8 +217,14 @@ def plan_report(
     ------
     PlanError
         An override is no field, or makes the plan impossible.
+    TypeError
+        `problem` or `profile` is something else.
     """
+    _expect("problem", problem, MoEProblem, "xstage_ext.explain answers for attention")
+    if profile is not None:
+        _expect("profile", profile, MachineProfile, "xstage_ext.machine.load(name) reads one")
     profile = profile_here() if profile is None else profile
+    timed = measured.find(measured.asked_for(), problem, profile.gpu.name)
     decision = choose(problem, profile, **overrides)
     simulation = simulate_megamoe(
         decision.plan, problem.even_counts(), profile, trace=True, num_tokens=problem.load
@@ -219,7 +235,16 @@ def plan_report(
     )
     bursts = burst_reports(decision.plan, profile, problem.remote)
     beyond = beyond_measurement(profile, problem.world)
-    return PlanReport(problem, decision, alternatives, bursts, simulation, beyond)
+    source = None if timed is None else timed.source
+    return PlanReport(problem, decision, alternatives, bursts, simulation, beyond, source)
+
+
+def _expect(name: str, value: object, kind: type, remedy: str) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"xstage.plan_report: {name}: expected a {kind.__name__}, got "
+            f"{type(value).__name__}; {remedy}"
+        )
 
 
 def _fields(family: str) -> dict[str, int]:

@@ -16,6 +16,7 @@ import xstage_ext
 from xstage_ext import _plan_report, cli, machine
 from xstage_ext.errors import CalibrationError
 from xstage_ext.model import BurstGap
+from xstage_ext.planner import measured
 from xstage_ext.planner.choose import choose
 from xstage_ext.planner.problem import MoEProblem
 
@@ -113,6 +114,31 @@ def test_plan_report_compares_ranking_and_simulator():
         else:
             assert f"would take {fastest}, 10.0% less" in altered.second_opinion()
             assert altered.second_opinion() in altered.text()
+
+
+def test_plan_report_credits_the_table_that_decided(tmp_path, monkeypatch):
+    problem = MoEProblem(
+        world=2, num_experts=32, topk=4, hidden=2048, intermediate=768, max_tokens=2048
+    )
+    assert "a ranking fitted to measurements" in _plan_report.plan_report(problem, PROFILE).text()
+    times = {"wave st 64": 2.0, "wave st 128": 1.0}
+    table = tmp_path / "plans.json"
+    measured.add(table, measured.entry(problem, PROFILE.gpu.name, times, "by hand"))
+    monkeypatch.setenv("XSTAGE_PLANS", str(table))
+    report = _plan_report.plan_report(problem, PROFILE)
+    altered = dataclasses.replace(report, alternatives=(("wave st 128", 9.0), ("wave st 64", 8.0)))
+    assert "in the table of XSTAGE_PLANS: by hand" in report.text()
+    assert "The table decides" in altered.second_opinion()
+    assert "ranking" not in report.text() and report.as_dict()["timed"] == "by hand"
+
+
+def test_plan_report_names_what_it_cannot_take():
+    attention = xstage_ext.AttentionProblem(heads=8, kv_heads=8, head_dim=64, rows=(64, 64))
+    with pytest.raises(TypeError, match="problem: expected a MoEProblem, got AttentionProblem"):
+        xstage_ext.plan_report(attention)
+    problem = MoEProblem(world=1, num_experts=4, topk=2, hidden=64, intermediate=64, max_tokens=8)
+    with pytest.raises(TypeError, match="profile: expected a MachineProfile, got str"):
+        xstage_ext.plan_report(problem, "h100")
 
 
 def test_plan_attention():
