@@ -301,7 +301,7 @@ def trace(
     from ._trace_moe import ranks, report
 
     if not torch.cuda.is_available():
-        raise typer.BadParameter("trace needs a GPU; `xstage plan moe` predicts without one")
+        raise XStageError("xstage trace: needs a GPU; `xstage plan moe` predicts without one")
     with ranks() as (rank, world):
         problem = moe_problem(shape, tokens, world, remote_share)
         text = report(problem, _profile(profile), rank, out)
@@ -326,14 +326,16 @@ def tune(
     from .planner import measured
 
     if not torch.cuda.is_available():
-        raise typer.BadParameter("tune needs a GPU; `xstage plan moe` ranks plans without one")
+        raise XStageError("xstage tune: needs a GPU; `xstage plan moe` ranks plans without one")
+    out = out.expanduser()
+    measured.check_writable(out)
     with ranks() as (rank, world):
-        problem, used = moe_problem(shape, tokens, world, remote_share), _profile(profile)
+        problem, used = moe_problem(shape, tokens, world, remote_share), machine.load_here(profile)
         tensors = MoETensors.random(problem, rank)
         entry = _tune_moe.tune(problem, used, tensors, pairs=pairs)
         if rank == 0:
-            measured.add(out, entry)
             typer.echo(_tune_moe.text(problem, used, entry))
+            measured.add(out, entry)
             typer.echo(f"table {out}; calls use it with XSTAGE_PLANS={out}", err=True)
 
 

@@ -190,6 +190,47 @@ def test_tuning_times_every_family_and_layers_use_it(
     assert "this one" in layer.decision.reason
 
 
-def test_tune_needs_a_gpu() -> None:
-    result = CliRunner().invoke(cli.app, ["tune", "128x64x4x2", "--tokens", "16"])
-    assert result.exit_code == 2 and "tune needs a GPU" in result.output
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here it would measure")
+@pytest.mark.parametrize("command", ["tune", "trace"])
+def test_tune_and_trace_need_a_gpu(command: str) -> None:
+    result = CliRunner().invoke(cli.app, [command, "128x64x4x2", "--tokens", "16"])
+    assert str(result.exception).startswith(f"xstage {command}: needs a GPU; ")
+
+
+def tune_on_the_cpu(monkeypatch: pytest.MonkeyPatch, out: pathlib.Path, order: list[str]) -> Any:
+    """`xstage tune` with measurements that are made up; notes what it does in `order`."""
+
+    def tuned(*_: Any, **__: Any) -> measured.Entry:
+        order.append("measured")
+        return measured.entry(LAYER, GPU, slowest_first())
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: GPU)
+    monkeypatch.setattr(MoETensors, "random", lambda *_: None)
+    monkeypatch.setattr(_tune_moe, "tune", tuned)
+    shape = ["2048x768x32x4", "--tokens", "2048", "--out", str(out)]
+    return CliRunner().invoke(cli.app, ["tune", *shape])
+
+
+def test_tune_looks_at_its_table_first(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corrupt, order = tmp_path / "plans.json", list[str]()
+    corrupt.write_text("{")
+    for out in (corrupt, corrupt / "below_a_file.json", tmp_path):
+        result = tune_on_the_cpu(monkeypatch, out, order)
+        assert isinstance(result.exception, PlanError | OSError), result.output
+    assert order == [] and [one.name for one in tmp_path.iterdir()] == ["plans.json"]
+
+
+def test_tune_prints_before_it_writes(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError("the disk is full")
+
+    out, order = tmp_path / "plans.json", list[str]()
+    assert tune_on_the_cpu(monkeypatch, out, order).exit_code == 0
+    assert order == ["measured"] and len(measured.load(out)) == 1
+    monkeypatch.setattr(measured, "add", full)
+    assert "wave st 64" in tune_on_the_cpu(monkeypatch, out, order).stdout
