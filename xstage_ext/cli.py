@@ -234,7 +234,7 @@ def info(as_json: AsJson = False) -> None:
         "kernels": _binary.CUDA_LIBRARY_ERROR or "loaded",
         "gpus": gpus,
         "profiles": {name: machine.load(name).provenance for name in machine.bundled()},
-        "environment": {name: _env.get(name) for name in _env.VARIABLES if _env.get(name)},
+        "environment": _env.given(),
     }
     if as_json:
         _print_json(facts)
