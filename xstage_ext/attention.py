@@ -42,6 +42,7 @@ from ._attention_setup import (
     why_not_shapes,
     workspace_bytes,
 )
+from ._group_module import GroupModule
 from .errors import PlanError, WorkspaceError
 from .planner.attention import even_split
 from .planner.attention_choice import AttentionDecision, AttentionProblem, decide
@@ -52,7 +53,7 @@ Rows = int | Sequence[int]
 Shape = tuple[tuple[int, ...], tuple[int, ...], int]  # rows and key rows of every rank, batch
 
 
-class UlyssesAttention(torch.nn.Module):
+class UlyssesAttention(GroupModule):
     """Attention of one model's layers over the ranks of a group. Inference only.
 
     Parameters
@@ -123,10 +124,7 @@ class UlyssesAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         check_scale(scale)
-        distributed = dist.is_available() and dist.is_initialized()
-        self.group = group
-        self.world = dist.get_world_size(group) if distributed else 1
-        self.rank = dist.get_rank(group) if distributed else 0
+        self._join(group)
         self.device = resolve_device(device)
         self.causal = causal
         self.scale = scale
@@ -147,10 +145,13 @@ class UlyssesAttention(torch.nn.Module):
         reason = kernel_reason(self._problem((1,) * self.world, None, 1), self.device)
         if self._wanted in ("fa3", "fa4") and reason is not None:
             raise PlanError(f"xstage.UlyssesAttention: {self._source}, but {reason}")
+        self._forget()
+
+    def _forget(self) -> None:
         self.path: str | None = None
         self.fallback_reason: str | None = None
         self.decision: AttentionDecision | None = None
-        self._memory = AttentionMemory(name)
+        self._memory = AttentionMemory(self.name)
         self._route: Route | None = None
         self._words: dict[Shape, CallWords] = {}
         self._closed = False

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from . import _megamoe_fakes as _megamoe_fakes
 from . import reference
+from ._group_module import GroupModule
 from ._megamoe_setup import (
     agree,
     check_out,
@@ -29,7 +30,7 @@ from .support import resolve_device, why_not
 from .workspace import SymmetricWorkspace, region_bytes
 
 
-class MegaMoE(torch.nn.Module):
+class MegaMoE(GroupModule):
     """Experts of one layer, spread over the ranks of a group. Inference only.
 
     Routing weights multiply in fp32 where a token's results are added up, in ascending slot order,
@@ -75,8 +76,6 @@ class MegaMoE(torch.nn.Module):
     w13, w2 : Parameter
         bf16 [experts / world, 2 * intermediate, hidden] and [experts / world, hidden,
         intermediate]; uninitialised, to be loaded by the caller.
-    decision : Decision or None
-        The planner's choice, its reason and prediction; None when falling back.
     impl : str or None
         "native" or "fallback" once prepared.
     fallback_reason : str or None
@@ -118,10 +117,11 @@ class MegaMoE(torch.nn.Module):
         name: str = "megamoe",
     ) -> None:
         super().__init__()
+        self._join(group)
         if clamp is not None and not clamp > 0:
             raise PlanError(f"xstage.MegaMoE: clamp: expected a positive number, got {clamp}")
         self.problem = MoEProblem(
-            world=dist.get_world_size(group) if dist.is_initialized() else 1,
+            world=self.world,
             num_experts=num_experts,
             topk=topk,
             hidden=hidden,
@@ -130,33 +130,40 @@ class MegaMoE(torch.nn.Module):
             tokens=tokens,
             weight_layout=weight_layout,
         )
-        self.group = group
         self.device = resolve_device(device)
         self.clamp = clamp
         self.routed_scaling_factor = routed_scaling_factor
         self.name = name
-        self.impl: str | None = None
-        self.decision: choose.Decision | None = None
+        self._choice: choose.Decision | None = None
         self._wanted, source = wanted_impl(impl)
         self._reason = why_not(self.problem, self.device)
         if self._wanted == "fallback":
             self._reason = f"{source}=fallback"
         if self._reason is None:
-            self.decision = choose.choose(self.problem, None, **given_fields(plan, self.device))
+            self._choice = choose.choose(self.problem, None, **given_fields(plan, self.device))
         elif self._wanted == "native":
             raise PlanError(f"xstage.MegaMoE: {source}=native, but {self._reason}")
-        self.fallback_reason = self._reason
+        self._forget()
         local = self.problem.experts_per_rank
         self.w13 = new_weight(local, 2 * intermediate, hidden, device=self.device)
         self.w2 = new_weight(local, hidden, intermediate, device=self.device)
         load = torch.zeros(local, dtype=torch.int64, device=self.device) if count_load else None
         self.register_buffer("expert_load", load, persistent=False)
+
+    # --- set-up -------------------------------------------------------------------------------
+
+    def _forget(self) -> None:
+        self.impl: str | None = None
+        self.fallback_reason = self._reason
         self._lease: ChannelLease | None = None
         self._owned: list[ChannelLease | SymmetricWorkspace] = []
         self._words: tuple[list[int], list[int]] = [], []
         self._closed = False
 
-    # --- set-up -------------------------------------------------------------------------------
+    @property
+    def decision(self) -> choose.Decision | None:
+        """The planner's choice, its reason and prediction; None when falling back."""
+        return None if self.impl == "fallback" else self._choice
 
     @property
     def plan(self) -> MegaMoePlan | None:
@@ -206,7 +213,7 @@ class MegaMoE(torch.nn.Module):
         if self.fallback_reason is not None:
             if self._wanted == "native":
                 raise PlanError(f"xstage.MegaMoE: impl=native, but {self.fallback_reason}")
-            self.impl, self.decision = "fallback", None
+            self.impl = "fallback"
             return
         self._reserve(workspace, share)
         self.impl = "native"
@@ -240,9 +247,7 @@ class MegaMoE(torch.nn.Module):
                 owned.release()
             else:
                 owned.close()
-        self._owned.clear()
-        self._lease = None
-        self.impl = None
+        self._forget()
         self._closed = True
 
     # --- calls --------------------------------------------------------------------------------
