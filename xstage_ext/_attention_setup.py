@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 from . import _env
+from ._attention_paths import Operands
 from .channel import ChannelLease
-from .errors import PeerError, WorkspaceError
+from .errors import PeerError, WorkspaceError, XStageError
 from .key_segments import segments_from_mask
 from .planner.attention import AttentionPlan
 from .planner.attention_choice import HEAD_DIMS, AttentionProblem, decide
@@ -136,6 +137,19 @@ class AttentionMemory:
         other.require(needed, f"sharing with {self.name}")
         self.workspace, self.inputs, self.outputs = other.workspace, other.inputs, other.outputs
 
+    def refuse(self, refusal: Exception) -> None:
+        """Tell the peers that this rank makes no such call; without channels nobody can be told.
+
+        A refused call counts as a call: with an earlier fault behind it, it joins the peers' reset.
+        """
+        if self.outputs is None:
+            return
+        try:
+            self.outputs.workspace.begin()
+            self.outputs.refuse(f"{type(refusal).__name__}: {refusal}".splitlines()[0])
+        except XStageError as fault:
+            raise refusal from fault
+
     def close(self) -> None:
         """Give back what was reserved here; local, idempotent."""
         for owned in self._owned:
@@ -245,16 +259,44 @@ def text_rows(joint_rows: Sequence[int] | None, causal: bool) -> tuple[int, ...]
     return tuple(joint_rows)
 
 
-def joint_shares(
-    rows: tuple[int, ...], text: tuple[int, ...], rank: int, joint: tuple[torch.Tensor, ...]
-) -> tuple[int, ...]:
+def with_text(rows: tuple[int, ...], text: tuple[int, ...]) -> tuple[int, ...]:
     """Every rank's rows with its text rows."""
-    if any(tensor.shape[1] != text[rank] for tensor in joint):
-        raise ValueError(
-            f"xstage.UlyssesAttention: joint: expected {text[rank]} rows on rank {rank} by "
-            f"joint_rows {text}, got {[tensor.shape[1] for tensor in joint]}"
-        )
     return tuple(own + added for own, added in zip(rows, text, strict=True))
+
+
+def joined(joint: Operands, own: Operands, text: int) -> Operands:
+    """[B, text + rows, heads, D]: this rank's text before its other rows."""
+    for name, added, tensor in zip("qkv", joint, own, strict=True):
+        expected = [tensor.shape[0], text, *tensor.shape[2:]]
+        if list(added.shape) != expected:
+            raise ValueError(
+                f"xstage.UlyssesAttention: joint {name}: expected {expected} by {name} and this "
+                f"rank's joint_rows, got {list(added.shape)}"
+            )
+    q, k, v = (torch.cat(pair, 1) for pair in zip(joint, own, strict=True))
+    return q, k, v
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether the current stream records a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def refuse_first_call(name: str, shape: object, closed: bool, device: torch.device) -> None:
+    """Where a shape cannot be called for the first time."""
+    me = f"xstage.UlyssesAttention: {name}:"
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"{me} call prepare() and then the module once "
+            f"with this shape before torch.compile, got {shape}"
+        )
+    if closed:
+        raise WorkspaceError(f"{me} it is closed")
+    if capturing(device):
+        raise WorkspaceError(
+            f"{me} first call of shape {shape} inside a CUDA graph capture; call prepare() and "
+            "then the module once eagerly before capturing"
+        )
 
 
 def refuse_options(attn_mask: torch.Tensor | None, dropout_p: float) -> None:
@@ -277,15 +319,23 @@ def check_scale(scale: float | None) -> None:
 
 
 def check_tensors(
-    operands: tuple[torch.Tensor, ...], head_dim: int, dtype: torch.dtype, device: torch.device
+    operands: Operands, head_dim: int, dtype: torch.dtype, device: torch.device, prefix: str = ""
 ) -> None:
-    """Types that no path accepts.
+    """Types that no path accepts; `prefix` goes before q, k and v in error texts.
 
     Raises
     ------
     TypeError, ValueError, NotImplementedError
     """
-    for name, tensor in zip("qkv", operands, strict=True):
+    if len(operands) != 3:
+        raise ValueError(
+            f"xstage.UlyssesAttention: {prefix.strip()}: expected three tensors (q, k, v), got "
+            f"{len(operands)}"
+        )
+    for letter, tensor in zip("qkv", operands, strict=True):
+        name = prefix + letter
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"xstage.UlyssesAttention: {name}: expected a tensor, got {tensor!r}")
         if tensor.dim() != 4 or tensor.shape[-1] != head_dim:
             raise ValueError(
                 f"xstage.UlyssesAttention: {name}: expected [B, rows, heads, {head_dim}], got "
@@ -303,18 +353,15 @@ def check_tensors(
             )
 
 
-def why_not_shapes(
-    operands: tuple[torch.Tensor, ...], problem: AttentionProblem, rank: int
-) -> ValueError | None:
-    """Names the operand whose rows or heads do not fit, the whole head counts and the degree."""
+def refuse_shapes(operands: Operands, problem: AttentionProblem, rank: int) -> None:
+    """Name the operand whose rows or heads do not fit, the whole head counts and the degree."""
     queries = (problem.rows[rank], problem.heads)
     keys = (problem.key_rows[rank], problem.kv_heads)
     for name, tensor, (rows, heads) in zip("qkv", operands, (queries, keys, keys), strict=True):
         if tuple(tensor.shape[:3]) != (problem.batch, rows, heads):
-            return ValueError(
+            raise ValueError(
                 f"xstage.UlyssesAttention: {name}: expected [{problem.batch}, {rows}, {heads}, "
                 f"{problem.head_dim}] on rank {rank} of {problem.world} ({problem.heads} query and "
                 f"{problem.kv_heads} key heads, {sum(problem.rows)} and {sum(problem.key_rows)} "
                 f"rows in all), got {list(tensor.shape)}"
             )
-    return None

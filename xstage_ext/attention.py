@@ -20,7 +20,7 @@ Has run on CPUs and on two H200; on more GPUs not yet.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -29,17 +29,20 @@ from ._attention_paths import CallWords, Operands, Route, Semantics, run
 from ._attention_setup import (
     AttentionMemory,
     agree_on_path,
+    capturing,
     check_scale,
     check_tensors,
     copied,
     first_path,
-    joint_shares,
+    joined,
     kernel_reason,
     one_mask,
+    refuse_first_call,
     refuse_options,
+    refuse_shapes,
     text_rows,
     wanted_impl,
-    why_not_shapes,
+    with_text,
     workspace_bytes,
 )
 from ._group_module import GroupModule
@@ -220,14 +223,13 @@ class UlyssesAttention(GroupModule):
         problem: AttentionProblem,
         workspace: SymmetricWorkspace | None = None,
         share: UlyssesAttention | None = None,
-        refusal: Exception | None = None,
     ) -> None:
         self.close()
         self._closed = False
         own = first_path(problem, self.device, self._wanted, self._source)
         facts = {field: str(value) for field, value in vars(problem).items()}
         facts |= {"scale": str(self.scale), "plan": str(self._fields)}
-        path, self.fallback_reason = agree_on_path(own, facts, refusal, self.world, self.group)
+        path, self.fallback_reason = agree_on_path(own, facts, None, self.world, self.group)
         self.decision = decide(problem, None, **self._fields)
         if path != "torch":
             try:
@@ -321,7 +323,7 @@ class UlyssesAttention(GroupModule):
         """
         try:
             refuse_options(attn_mask, dropout_p)
-            check_tensors((q, k, v), self._facts["head_dim"], self._facts["dtype"], self.device)
+            self._check_tensors((q, k, v))
             shares = self._shares((q.shape[1],) * self.world if rows is None else rows)
             if kv_rows is None:
                 kv_rows = shares if k.shape[1] == q.shape[1] else (k.shape[1],) * self.world
@@ -330,16 +332,18 @@ class UlyssesAttention(GroupModule):
             if joint is not None:
                 owned = self._shares(text_rows(joint_rows, self.causal))
                 text = owned[self.rank]
-                shares = joint_shares(shares, owned, self.rank, joint)
-                key_shares = joint_shares(key_shares, owned, self.rank, joint)
-                q, k, v = (torch.cat(pair, 1) for pair in zip(joint, (q, k, v), strict=True))
+                shares, key_shares = with_text(shares, owned), with_text(key_shares, owned)
+                self._check_tensors(joint, "joint ")
+                q, k, v = joined(joint, (q, k, v), text)
             if key_mask is not None:
                 size = q.shape[0], sum(key_shares)
                 key_segments = one_mask(key_mask, key_segments, size)
-        except (TypeError, ValueError, NotImplementedError) as error:
-            raise self._refuse(error) from None
+            shape = shares, key_shares, q.shape[0]
+            self._check_call((q, k, v), shape)
+        except Exception as error:
+            self._refuse(error)
         meaning = Semantics(key_segments, self.scale, self.causal, return_lse)
-        result, lse = self._attend((q, k, v), (shares, key_shares, q.shape[0]), meaning)
+        result, lse = self._attend((q, k, v), shape, meaning)
         parts = (result,) if joint is None else (result[:, text:], result[:, :text])
         if out is not None:
             parts = (copied(parts[0], out), *parts[1:])
@@ -347,54 +351,47 @@ class UlyssesAttention(GroupModule):
             parts = (*parts, lse)
         return parts[0] if len(parts) == 1 else parts
 
+    def _check_tensors(self, operands: Operands, prefix: str = "") -> None:
+        check_tensors(operands, self._facts["head_dim"], self._facts["dtype"], self.device, prefix)
+
+    def _check_call(self, operands: Operands, shape: Shape) -> None:
+        words = self._words.get(shape)
+        if words is None:
+            refuse_first_call(self.name, shape, self._closed, self.device)
+        if torch.compiler.is_compiling():
+            return
+        problem = self._problem(*shape) if words is None else words.problem
+        refuse_shapes(operands, problem, self.rank)
+
     def _attend(
         self, operands: Operands, shape: Shape, meaning: Semantics
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        compiling = torch.compiler.is_compiling()
-        words = self._words.get(shape)
-        if words is None and compiling:
-            raise RuntimeError(
-                f"xstage.UlyssesAttention: {self.name}: call prepare() and then the module once "
-                f"with this shape before torch.compile, got {shape}"
-            )
-        if words is None:
-            words = self._first_call(operands, shape)
-        elif not compiling:
-            refusal = why_not_shapes(operands, words.problem, self.rank)
-            if refusal is not None:
-                raise self._refuse(refusal)
+        if self.path is None:
+            self._prepare(self._problem(*shape))
         assert self._route is not None
         outputs = self._memory.outputs
-        if compiling or outputs is None:
-            return run(self._route, operands, words, meaning)
+        if torch.compiler.is_compiling() or outputs is None:
+            return run(self._route, operands, self._words_of(shape), meaning)
         with outputs.guard():
             outputs.workspace.begin()
-            return run(self._route, operands, words, meaning)
+            return run(self._route, operands, self._words_of(shape), meaning)
 
-    def _refuse(self, refusal: Exception) -> Exception:
-        """Peers of a prepared module are told, so that they raise instead of waiting."""
-        if self._memory.outputs is not None:
-            self._memory.outputs.refuse(f"{type(refusal).__name__}: {refusal}")
-        return refusal
-
-    def _first_call(self, operands: Operands, shape: Shape) -> CallWords:
-        rows, key_rows, batch = shape
-        if operands[0].is_cuda and torch.cuda.is_current_stream_capturing():
-            raise WorkspaceError(
-                f"xstage.UlyssesAttention: {self.name}: first call of shape {shape} inside a CUDA "
-                "graph capture; call prepare() and then the module once eagerly before capturing"
-            )
-        if self._closed:
-            raise WorkspaceError(f"xstage.UlyssesAttention: {self.name}: it is closed")
-        problem = self._problem(rows, key_rows, batch)
-        refusal = why_not_shapes(operands, problem, self.rank)
-        if self.path is None:
-            self._prepare(problem, refusal=refusal)
-        if refusal is not None:
-            raise self._refuse(refusal)
-        plan = decide(problem, None, **self._fields).plan
-        if self._memory.outputs is not None:
-            self._memory.require(workspace_bytes(plan, problem), f"shape {shape}")
-        words = CallWords.of(problem, plan, self.rank, self._memory.inputs, self._memory.outputs)
-        self._words[shape] = words
+    def _words_of(self, shape: Shape) -> CallWords:
+        words = self._words.get(shape)
+        if words is None:
+            problem = self._problem(*shape)
+            plan = decide(problem, None, **self._fields).plan
+            inputs, outputs = self._memory.inputs, self._memory.outputs
+            if outputs is not None:
+                self._memory.require(workspace_bytes(plan, problem), f"shape {shape}")
+            words = self._words[shape] = CallWords.of(problem, plan, self.rank, inputs, outputs)
         return words
+
+    def _refuse(self, refusal: Exception) -> NoReturn:
+        """Peers of a call that ends before its launch raise too, and do not meet the next one."""
+        if torch.compiler.is_compiling():
+            raise refusal
+        if self.path is None and not (self._closed or capturing(self.device)):
+            agree_on_path(("torch", None), {}, refusal, self.world, self.group)
+        self._memory.refuse(refusal)
+        raise refusal

@@ -175,6 +175,27 @@ def refused_call(place: Place) -> None:
     report(recovered=True)
 
 
+def refused_calls(place: Place, prepared: bool) -> None:
+    """Rank 1 passes what only fails on its way to the launch, twice in a row, and goes on."""
+    place.join("gloo")
+    module = UlyssesAttention(4, 64, device=place.device)
+    if prepared:
+        module.prepare(120)
+    q, k, v = (torch.randn(1, 40, 4, 64).bfloat16() for _ in range(3))
+    text = torch.randn(1, 10, 4, 64).bfloat16()
+    joints: list[Any] = [(text[:, :, :2],) * 3, (text.float(),) * 3, (text, text, None)]
+    errors = []
+    for joint in joints:
+        own = (text,) * 3 if place.rank == 0 else joint
+        try:
+            module(q, k, v, joint=own, joint_rows=(10,) * place.world)
+            errors.append("")
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    report(errors=errors)
+    assert_right(place, module, 65, 4, 4, 1)
+
+
 def dead_peer(place: Place) -> None:
     """Rank 1 dies before its part of a call."""
     place.join("gloo")
