@@ -287,7 +287,7 @@ def refuse_first_call(name: str, shape: object, closed: bool, device: torch.devi
     me = f"xstage.UlyssesAttention: {name}:"
     if torch.compiler.is_compiling():
         raise RuntimeError(
-            f"{me} call prepare() and then the module once "
+            f"{me} {'it is closed; ' if closed else ''}call prepare() and then the module once "
             f"with this shape before torch.compile, got {shape}"
         )
     if closed:
