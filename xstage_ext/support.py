@@ -7,19 +7,34 @@ import functools
 import torch
 
 from . import _binary
+from .errors import PlanError
 
 CAPABILITY = (9, 0)
 """What the kernels are compiled for: sm_90a (H100, H200)."""
 
 
-def resolve_device(device: torch.device | str | int | None) -> torch.device:
+def named_device(device: torch.device | str | int | None) -> torch.device:
     """The device meant: None is the current CUDA device where there is one, else the CPU."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    resolved = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    if str(resolved) == "cuda":
-        resolved = torch.device("cuda", torch.cuda.current_device())
-    return resolved
+    named = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if str(named) == "cuda" and torch.cuda.is_available():
+        named = torch.device("cuda", torch.cuda.current_device())
+    return named
+
+
+def resolve_device(device: torch.device | str | int | None) -> torch.device:
+    """`named_device`, for those who put something there.
+
+    Raises
+    ------
+    PlanError
+        A CUDA device, and torch sees none.
+    """
+    named = named_device(device)
+    if named.type == "cuda" and not torch.cuda.is_available():
+        raise PlanError(f'xstage: {device_reason(named)}; device="cpu" runs without')
+    return named
 
 
 def device_reason(device: torch.device) -> str | None:
@@ -65,7 +80,7 @@ def is_supported(problem: object, device: torch.device | str | int | None = None
     device
         None: the current CUDA device where there is one, else the CPU.
     """
-    return why_not(problem, resolve_device(device)) is None
+    return why_not(problem, named_device(device)) is None
 
 
 def explain(problem: object, device: torch.device | str | int | None = None) -> str:
@@ -73,6 +88,6 @@ def explain(problem: object, device: torch.device | str | int | None = None) -> 
 
     The numbers behind it, for a mixture-of-experts layer: `plan_report`.
     """
-    resolved = resolve_device(device)
-    reason = why_not(problem, resolved)
-    return describe(problem, resolved) if reason is None else f"falls back: {reason}"
+    named = named_device(device)
+    reason = why_not(problem, named)
+    return describe(problem, named) if reason is None else f"falls back: {reason}"

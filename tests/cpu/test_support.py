@@ -1,0 +1,37 @@
+"""What is said about devices before anything is made."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import xstage_ext
+from xstage_ext import AttentionProblem, MegaMoE, SymmetricWorkspace, UlyssesAttention
+from xstage_ext.errors import PlanError
+
+NONE_SEEN = "torch sees no CUDA GPU"
+
+
+@pytest.fixture(params=["cuda", "cuda:0", 0, torch.device("cuda")])
+def absent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> object:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return request.param
+
+
+def test_questions_about_an_absent_gpu_are_answered(absent) -> None:
+    problem = AttentionProblem(4, 4, 64, (10, 10))
+    assert not xstage_ext.is_supported(problem, absent)
+    text = xstage_ext.explain(problem, absent)
+    assert text.startswith("falls back: device cuda") and NONE_SEEN in text
+
+
+def test_nothing_is_made_on_an_absent_gpu(absent) -> None:
+    layer = {"num_experts": 4, "topk": 1, "hidden": 64, "intermediate": 64, "max_tokens": 1}
+    makers = [
+        lambda: UlyssesAttention(4, 64, device=absent),
+        lambda: MegaMoE(**layer, device=absent),
+        lambda: SymmetricWorkspace(None, 1 << 16, device=absent),
+    ]
+    for make in makers:
+        with pytest.raises(PlanError, match=f"device cuda.*{NONE_SEEN}; device=.cpu. runs without"):
+            make()
