@@ -118,7 +118,17 @@ def error_of(
     channel_name: Callable[[int], str],
     reason_of: Callable[[int], str | None],
 ) -> XStageError:
-    """The exception that says a record in one line."""
+    """The exception that says a record in one line, and carries it."""
+    error = _error_of(record, channel_name, reason_of)
+    error.record = record
+    return error
+
+
+def _error_of(
+    record: FaultRecord,
+    channel_name: Callable[[int], str],
+    reason_of: Callable[[int], str | None],
+) -> XStageError:
     me = f"rank {record.rank} of {record.world}"
     where = (
         f"in {record.phase_name} (channel {channel_name(record.channel)!r}, call {record.epoch})"
@@ -129,7 +139,6 @@ def error_of(
             f"{me} waited {record.waited_ms:.0f} ms for {peer} {where}: expected "
             f"{record.expected}, saw {record.seen}; it ended, is late, or skipped a call "
             "(XSTAGE_TIMEOUT_MS sets the deadline)",
-            record,
         )
     if record.kind == _PEER_FAILED:
         reason = reason_of(record.src_rank)
@@ -138,20 +147,17 @@ def error_of(
         return PeerError(
             f"{me} found {where} that {peer} {what}{said}; expected {record.expected}, waited "
             f"{record.waited_ms:.0f} ms",
-            record,
         )
     if record.kind == _PLAN_DIFFERS:
         return WorkspaceError(
             f"{me} and {peer} made different calls {where}: digest of plan and shapes "
             f"{record.expected:#08x} here, {record.seen:#08x} there; all ranks must pass the same "
             "plan and sizes in the same order",
-            record,
         )
     if record.kind == _BAD_EXPERT:
         expert = record.seen - (1 << 64) if record.seen >> 63 else record.seen
         return RoutingError(
             f"{me}: an expert id out of range was masked {where}: got {expert}, expected -1 "
             f"to {record.expected - 1}",
-            record,
         )
-    return XStageError(f"{me}: unknown fault {record.kind} {where}", record)
+    return XStageError(f"{me}: unknown fault {record.kind} {where}")

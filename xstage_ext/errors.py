@@ -12,9 +12,9 @@ class XStageError(RuntimeError):
         The fault record behind an error that a kernel found; else None.
     """
 
-    def __init__(self, text: str = "", record: object | None = None) -> None:
-        super().__init__(text)
-        self.record = record
+    # No constructor of its own: torch.compile cannot trace one, and a refusal in traced code would
+    # lose its text.
+    record: object | None = None
 
 
 class BinaryError(XStageError):
