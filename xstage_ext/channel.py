@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ._resources import DIGEST_WORD, round_up
+from .errors import WorkspaceError
 
 if TYPE_CHECKING:
     from .workspace import SymmetricWorkspace
@@ -24,6 +25,8 @@ class ChannelLease:
     ----------
     name, index, offset, nbytes
         As reserved; `offset` counts from the start of every block.
+    released
+        Given back, so that counters and region may be somebody else's: every use of it raises.
     """
 
     def __init__(
@@ -42,7 +45,16 @@ class ChannelLease:
         self.nbytes = nbytes
         self.reserved_bytes = round_up(nbytes)
         self.counter_bytes = nbytes if counter_bytes is None else counter_bytes
+        self.released = False
         self._words: dict[int, list[int]] = {}
+
+    def require_held(self) -> None:
+        """Raise WorkspaceError once the lease is released; the same for all who share it."""
+        if self.released:
+            raise WorkspaceError(
+                f"workspace: channel {self.name!r} was released, by close() of the module that "
+                "reserved it; those that share it end too: close() and prepare() them again"
+            )
 
     def words(self, digest: int = 0, rank: int | None = None) -> list[int]:
         """The `workspace` argument of an operator for one call.
@@ -57,8 +69,9 @@ class ChannelLease:
         Raises
         ------
         WorkspaceError, PeerTimeout, PeerError
-            As `SymmetricWorkspace.check`.
+            As `SymmetricWorkspace.check`; also when the lease is released.
         """
+        self.require_held()
         self.workspace.begin()
         resources = self.workspace._resources
         rank = resources.own_ranks[0] if rank is None else rank
@@ -78,6 +91,7 @@ class ChannelLease:
 
     def region(self, rank: int | None = None) -> torch.Tensor:
         """The region in a rank's block: uint8 [nbytes]; None: this process's (first) rank."""
+        self.require_held()
         self.workspace._require_open()
         resources = self.workspace._resources
         rank = resources.own_ranks[0] if rank is None else rank
@@ -85,7 +99,8 @@ class ChannelLease:
 
     def refuse(self, reason: str) -> None:
         """See `SymmetricWorkspace.refuse`."""
-        self.workspace.refuse(f"channel {self.name!r}: {reason}", self.index)
+        if not self.released:
+            self.workspace.refuse(f"channel {self.name!r}: {reason}", self.index)
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
@@ -93,6 +108,7 @@ class ChannelLease:
 
         Checks for faults afterwards where that costs nothing: on the CPU the call has ended.
         """
+        self.require_held()
         workspace = self.workspace
         try:
             yield
@@ -108,4 +124,5 @@ class ChannelLease:
 
     def release(self) -> None:
         """Give counters and region back. All ranks release in the same order, when idle."""
+        self.released = True
         self.workspace._release(self)

@@ -224,7 +224,7 @@ class MegaMoE(GroupModule):
         assert self.decision is not None
         plan = self.decision.plan
         if share is not None:
-            if share._lease is None or share.plan != plan:
+            if share._lease is None or share._lease.released or share.plan != plan:
                 raise WorkspaceError(
                     f"xstage.MegaMoE: {self.name}: share: expected a prepared layer of the same "
                     f"plan, got {share.name} ({share.impl}, {differing(share.plan, plan)})"
@@ -300,6 +300,7 @@ class MegaMoE(GroupModule):
             return self._compute(None, *given)
         if torch.compiler.is_compiling():
             # A traced call skips the look at the fault record; `check` takes it.
+            self._lease.require_held()
             return self._compute(self._words, *given)
         with self._lease.guard():
             return self._compute((self._words[0], self._lease.words(self._digest)), *given)

@@ -16,7 +16,8 @@ from tests.cpu.test_megamoe_module import small as small_moe
 from tests.cpu.test_megamoe_module import tokens
 from tests.cpu.test_ulysses import operands
 from tests.cpu.test_ulysses import small as small_attention
-from xstage_ext import MegaMoE, UlyssesAttention
+from xstage_ext import MegaMoE, SymmetricWorkspace, UlyssesAttention
+from xstage_ext.errors import WorkspaceError
 
 ROWS = 66
 
@@ -72,3 +73,55 @@ def test_a_module_is_loaded_in_another_process(kind: str, tmp_path: pathlib.Path
     done = subprocess.run(loading, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     module.close()
+
+
+# --- memory that was given back -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["moe", "attention"])
+def test_modules_that_share_a_released_lease_end_too(kind: str) -> None:
+    make = small_moe if kind == "moe" else small_attention
+    owner, sharer, late, next_owner = (make(name=name) for name in ("a", "c", "late", "d"))
+    rows = {} if kind == "moe" else {"rows": ROWS, "batch": 2}
+    given = tokens() if kind == "moe" else operands(ROWS)
+    size = owner.bytes(**rows) + 4096
+    with SymmetricWorkspace(nbytes=size, device="cpu") as workspace:
+        owner.prepare(**rows, workspace=workspace)
+        sharer.prepare(**rows, share=owner)
+        expected = sharer(*given).clone()
+        owner.close()
+        next_owner.prepare(**rows, workspace=workspace)  # the same channel and region
+        for _ in range(2):
+            with pytest.raises(WorkspaceError, match="channel 'a.*' was released"):
+                sharer(*given)
+            assert torch.equal(next_owner(*given), expected)  # nobody refused for it
+        with pytest.raises(WorkspaceError):
+            late.prepare(**rows, share=sharer)
+            late(*given)
+        sharer.close()
+        sharer.prepare(**rows, share=next_owner)
+        assert torch.equal(sharer(*given), expected)
+
+
+def test_a_compiled_layer_that_shares_a_released_lease_raises() -> None:
+    owner, sharer = small_moe(name="a"), small_moe(name="c")
+    owner.prepare()
+    sharer.prepare(share=owner)
+    compiled = torch.compile(sharer, fullgraph=True, backend="eager")
+    given = tokens()
+    assert torch.equal(compiled(*given), sharer(*given))
+    owner.close()
+    with pytest.raises(Exception, match="was released"):
+        compiled(*given)
+
+
+def test_a_released_lease_is_dead() -> None:
+    with SymmetricWorkspace(nbytes=4096, device="cpu") as workspace:
+        lease = workspace.channel("one", 1024)
+        lease.release()
+        for use in (lease.words, lease.region, lease.guard().__enter__):
+            with pytest.raises(WorkspaceError, match="channel 'one' was released"):
+                use()
+        lease.refuse("nothing is told to those who have the channel now")
+        workspace.check()
+        lease.release()
