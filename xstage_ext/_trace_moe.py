@@ -120,10 +120,11 @@ def trace_plan(tensors: MoETensors, plan: MegaMoePlan, calls: int = 6) -> MegaMo
 def report(
     problem: MoEProblem, profile: MachineProfile, rank: int, folder: pathlib.Path | None
 ) -> str:
-    """Traces every arm, and `local` between ranks; writes files on rank 0, returns the text."""
+    """Traces every arm, and between ranks `local`; writes files on rank 0, returns the text."""
     tensors = MoETensors.random(problem, rank)
     problems = {name: (problem, fields) for name, fields in ARMS.items()}
-    if problem.world > 1:
+    # Alone, a rank needs enough experts for the choices of a token.
+    if problem.world > 1 and problem.topk <= problem.experts_per_rank:
         alone = dataclasses.replace(
             problem, world=1, num_experts=problem.experts_per_rank, remote_share=None
         )

@@ -28,10 +28,11 @@ LARGE = MoEProblem(
 def problems(draw: st.DrawFn) -> MoEProblem:
     world = draw(st.integers(1, 8))
     most = draw(st.integers(1, 3000))
+    experts = world * draw(st.integers(1, 16))
     return MoEProblem(
         world=world,
-        num_experts=world * draw(st.integers(1, 16)),
-        topk=draw(st.integers(1, 8)),
+        num_experts=experts,
+        topk=draw(st.integers(1, min(8, experts))),
         hidden=64 * draw(st.integers(1, 32)),
         intermediate=64 * draw(st.integers(1, 32)),
         max_tokens=most,

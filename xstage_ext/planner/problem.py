@@ -25,7 +25,7 @@ class MoEProblem:
     num_experts : int
         Routed experts of the whole group; a multiple of world, at most 128 per rank.
     topk : int
-        Experts per token, 1 to 16.
+        Experts per token, all different: 1 to 16, at most num_experts.
     hidden, intermediate : int
         Widths in elements; multiples of 64.
     max_tokens : int
@@ -72,6 +72,8 @@ class MoEProblem:
                 f"num_experts: expected a multiple of world ({self.world}), got "
                 f"{self.num_experts}; the next is {nearest}"
             )
+        if self.topk > self.num_experts:
+            return f"topk: expected at most num_experts ({self.num_experts}), got {self.topk}"
         for name in ("hidden", "intermediate"):
             value = getattr(self, name)
             if value < _MULTIPLE or value % _MULTIPLE or value > 65536:
