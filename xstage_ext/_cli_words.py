@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
+import pathlib
 
 import numpy as np
 import numpy.typing as npt
 import typer
 
+from .errors import PlanError
 from .planner.problem import MoEProblem
 from .testing import LAWS, make_routing
 
@@ -33,6 +36,37 @@ def moe_problem(
     )
 
 
+def ranked_moe_problem(
+    command: str, shape: str, tokens: int, world: int, remote_share: float | None
+) -> MoEProblem:
+    """`moe_problem` of the ranks at hand; what one rank cannot hold says how to start more."""
+    try:
+        return moe_problem(shape, tokens, world, remote_share)
+    except PlanError as error:
+        if world > 1 or "RANK" in os.environ:
+            raise
+        start = f"torchrun --nproc-per-node N -m xstage_ext {command} {shape} --tokens {tokens}"
+        raise PlanError(f"{error} on one rank; for N ranks: {start}") from None
+
+
+def head_counts(heads: str) -> tuple[int, int]:
+    """Query and key heads, from `40` or `40/8`."""
+    counts = heads.split("/")
+    try:
+        if len(counts) > 2:
+            raise ValueError
+        return int(counts[0]), int(counts[-1])
+    except ValueError:
+        raise typer.BadParameter(f"heads: expected e.g. 40 or 40/8, got {heads}") from None
+
+
+def png(path: pathlib.Path | None) -> pathlib.Path | None:
+    """The path of a picture to write."""
+    if path is not None and path.suffix.lower() != ".png":
+        raise typer.BadParameter(f"expected a file name that ends in .png, got {path}")
+    return path
+
+
 def heaviest_rank(
     problem: MoEProblem, routing: str, seed: int
 ) -> tuple[npt.NDArray[np.int64], int]:
@@ -42,11 +76,11 @@ def heaviest_rank(
         raise typer.BadParameter(f"routing: expected one of {', '.join(LAWS)}, got {law}")
     try:
         power = float(exponent or 0.5)
-        if not math.isfinite(power):
+        if not (math.isfinite(power) and power >= 0.0):
             raise ValueError
     except ValueError:
         raise typer.BadParameter(
-            f"routing: expected a number behind {law}:, e.g. {law}:0.5, got {exponent}"
+            f"routing: expected a number of 0 or more behind {law}:, e.g. {law}:0.5, got {exponent}"
         ) from None
     world, experts = problem.world, problem.num_experts
     drawn = make_routing(

@@ -16,21 +16,24 @@ from rich.console import Console
 from rich.table import Table
 
 from . import _binary, _env, machine, simulate
-from ._cli_words import SHAPE_HELP, heaviest_rank, moe_problem
+from ._cli_words import (
+    SHAPE_HELP,
+    head_counts,
+    heaviest_rank,
+    moe_problem,
+    png,
+    ranked_moe_problem,
+)
 from ._plan_report import beyond_measurement, plan_report
 from .errors import XStageError
 from .model import BurstGap, Regime, burst_shadow
 from .planner import attention_choice
-from .planner.attention import even_split
+from .planner.attention import MAX_RANKS, even_split
 from .planner.choose import choose
 from .planner.megamoe import SCHEDULES, STORES
 from .version import __version__
 
-app = typer.Typer(
-    help="Fused communication and computation on NVLink nodes: plan, predict, measure.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 plan_app = typer.Typer(
     help="What would be done with a layer on a machine, and why.", no_args_is_help=True
 )
@@ -39,7 +42,22 @@ console = Console()
 
 Profile = Annotated[str | None, typer.Option(help="Name or JSON file of a machine profile.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Picture = Annotated[pathlib.Path | None, typer.Option(help="Write a picture (PNG).")]
+Picture = Annotated[pathlib.Path | None, typer.Option(help="Write a picture (PNG).", callback=png)]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(__version__)
+        raise typer.Exit()
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print and end.")
+    ] = False,
+) -> None:
+    """Fused communication and computation on NVLink nodes: plan, predict, measure."""
 
 
 def _profile(name: str | None) -> machine.MachineProfile:
@@ -80,18 +98,14 @@ def plan_attention(
     heads: Annotated[str, typer.Argument(help="Query heads, or query/key heads, e.g. 40/8.")],
     head_dim: Annotated[int, typer.Option(min=1, help="Size of a head.")],
     sequence: Annotated[int, typer.Option(help="Rows of the whole sequence.")],
-    world: Annotated[int, typer.Option(help="Ranks of the group.")] = 8,
+    world: Annotated[int, typer.Option(min=1, max=MAX_RANKS, help="Ranks of the group.")] = 8,
     batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
     causal: Annotated[bool, typer.Option(help="Causal mask.")] = False,
     profile: Profile = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan attention with its output All-to-All under Ulysses sequence parallelism."""
-    try:
-        counts = [int(word) for word in heads.split("/")]
-        query_heads, kv_heads = counts[0], counts[-1]
-    except ValueError:
-        raise typer.BadParameter(f"heads: expected e.g. 40 or 40/8, got {heads}") from None
+    query_heads, kv_heads = head_counts(heads)
     if sequence < 1:
         raise typer.BadParameter(f"sequence: expected 1 or more, got {sequence}")
     problem = attention_choice.AttentionProblem(
@@ -179,7 +193,7 @@ def explain(
 def simulate_command(
     shape: Annotated[str, typer.Argument(help=SHAPE_HELP)],
     tokens: Annotated[int, typer.Option(help="Tokens per rank and call.")],
-    world: Annotated[int, typer.Option(help="Ranks of the group.")] = 2,
+    world: Annotated[int, typer.Option(help="Ranks of the group.")] = 8,
     routing: Annotated[str, typer.Option(help="Law, e.g. balanced or zipf:0.5.")] = "balanced",
     seed: Annotated[int, typer.Option(min=0, help="Of the routing.")] = 0,
     profile: Profile = None,
@@ -189,7 +203,8 @@ def simulate_command(
     used = _profile(profile)
     problem = moe_problem(shape, tokens, world)
     counts, rank = heaviest_rank(problem, routing, seed)
-    rows = []
+    beyond = beyond_measurement(used, world)
+    rows: list[dict[str, Any]] = []
     for schedule, schedule_name in enumerate(SCHEDULES):
         for store, store_name in enumerate(STORES):
             plan = choose(problem, used, schedule=schedule, store=store).plan
@@ -200,15 +215,19 @@ def simulate_command(
                 | {"egress_GBps": result.egress_GBps}
             )
     if as_json:
-        _print_json({"predicted": rows, "profile": used.name, "provenance": used.provenance})
+        facts = {"profile": used.name, "provenance": used.provenance, "not_measured": beyond}
+        _print_json({"predicted": rows} | facts)
         return
     table = Table(title=f"predicted, profile {used.name} ({used.provenance})", box=None)
     for name in rows[0]:
         head = name.replace("_", "\n")
         table.add_column(head, justify="left" if name in ("schedule", "store") else "right")
     for row in rows:
-        table.add_row(*(f"{v:.1f}" if isinstance(v, float) else str(v) for v in row.values()))
+        # Eighty columns hold a table without tenths of large numbers.
+        table.add_row(*(v if isinstance(v, str) else f"{v:.{int(v < 100)}f}" for v in row.values()))
     console.print(table)
+    if beyond is not None:
+        console.print(beyond)
 
 
 @app.command()
@@ -262,7 +281,7 @@ def bench(
     scripts = sorted(p.stem for p in folder.glob("[!_]*.py"))
     if name not in scripts:
         found = ", ".join(scripts) or "none: benchmarks/ is part of the repository, not of a wheel"
-        raise typer.BadParameter(f"name: expected one of {found}; got {name}")
+        raise typer.BadParameter(f"name: expected one of {found}; got {name or 'none'}")
     sys.argv = [str(folder / f"{name}.py"), *arguments]
     sys.path.insert(0, str(folder))
     runpy.run_path(sys.argv[0], run_name="__main__")
@@ -303,7 +322,7 @@ def trace(
     if not torch.cuda.is_available():
         raise XStageError("xstage trace: needs a GPU; `xstage plan moe` predicts without one")
     with ranks() as (rank, world):
-        problem = moe_problem(shape, tokens, world, remote_share)
+        problem = ranked_moe_problem("trace", shape, tokens, world, remote_share)
         text = report(problem, _profile(profile), rank, out)
         if rank == 0:
             typer.echo(text)
@@ -330,7 +349,8 @@ def tune(
     out = out.expanduser()
     measured.check_writable(out)
     with ranks() as (rank, world):
-        problem, used = moe_problem(shape, tokens, world, remote_share), machine.load_here(profile)
+        problem = ranked_moe_problem("tune", shape, tokens, world, remote_share)
+        used = machine.load_here(profile)
         tensors = MoETensors.random(problem, rank)
         entry = _tune_moe.tune(problem, used, tensors, pairs=pairs)
         if rank == 0:

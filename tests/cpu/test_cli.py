@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 import xstage_ext
@@ -166,6 +167,37 @@ def test_simulate_lists_every_schedule_and_store():
     assert all(row["total_us"] > row["math_us"] > 0 for row in rows)
 
 
+def test_simulate_fits_into_eighty_columns(monkeypatch):
+    monkeypatch.setattr(cli, "console", Console(width=80))
+    text = run("simulate", "4096x1536x128x8", "--tokens", "8192")
+    assert text.count("interleaved") == 3 and "…" not in text
+    assert f"profile {PROFILE.name} knows bursts between 2" in text
+
+
+@pytest.mark.parametrize("command", ["plan moe", "simulate"])
+def test_a_token_goes_to_different_experts(command):
+    bad = [*command.split(), "2048x768x4x8", "--tokens", "64", "--world", "2"]
+    result = CliRunner().invoke(cli.app, bad)
+    assert (
+        str(result.exception) == "xstage.MoEProblem: topk: expected at most num_experts (4), got 8"
+    )
+
+
+def test_what_one_rank_cannot_hold_says_how_to_start_more(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for command in ("tune", "trace"):
+        result = CliRunner().invoke(cli.app, [command, "512x64x256x8", "--tokens", "64"])
+        start = f"torchrun --nproc-per-node N -m xstage_ext {command} 512x64x256x8 --tokens 64"
+        assert str(result.exception).endswith(f"got 256 on one rank; for N ranks: {start}")
+
+
+def test_the_package_is_the_command_and_has_a_version():
+    command = [sys.executable, "-m", "xstage_ext", "--version"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert result.stdout == f"{xstage_ext.__version__}\n"
+
+
 def test_info_names_versions_and_profiles():
     facts = json.loads(run("info", "--json"))
     assert facts["profiles"]["h200x2"] == machine.load("h200x2").provenance
@@ -184,9 +216,16 @@ def test_errors_are_one_line():
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["simulate", *MOE, "--routing", "zipf:x"], "expected a number behind zipf:"),
-        (["simulate", *MOE, "--routing", "zipf:nan"], "expected a number behind zipf:"),
+        (["simulate", *MOE, "--routing", "zipf:x"], "expected a number of 0 or more behind zipf:"),
+        (
+            ["simulate", *MOE, "--routing", "zipf:nan"],
+            "expected a number of 0 or more behind zipf:",
+        ),
+        (["simulate", *MOE, "--routing", "zipf:-3"], "expected a number of 0 or more behind zipf:"),
         (["simulate", *MOE, "--routing", "even"], "routing: expected one of"),
+        (["plan", "moe", *MOE, "--picture", "plan.xyz"], "a file name that ends in .png"),
+        (["plan", "attention", "40/8/2", "--head-dim", "64", "--sequence", "64"], "got 40/8/2"),
+        (["bench"], "got none"),
         (["simulate", *MOE, "--seed", "-1"], "--seed"),
         (["plan", "attention", "8", "--head-dim", "0", "--sequence", "64"], "--head-dim"),
         (["explain", "--producers", "0"], "--producers"),

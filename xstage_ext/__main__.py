@@ -1,0 +1,5 @@
+"""`python -m xstage_ext` is the `xstage` command."""
+
+from .cli import main
+
+main()
