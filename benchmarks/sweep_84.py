@@ -185,7 +185,7 @@ def _print_summary(shown: list[tuple[Config, dict[str, dict[str, Any]]]], measur
     laws = sorted({f"{config.routing}: {config.law_text}" for config, _ in shown})
     console.print(
         f"{len(shown)} configurations, {kind}; "
-        f"profile {first['profile']} ({first['provenance']}).\n"
+        f"the machine's rates: profile {first['profile']} ({first['provenance']}).\n"
         f"  routing is drawn, not recorded from a model; {'; '.join(laws)}"
     )
     comparisons = [(BASELINE, arm) for arm in ARMS if arm != BASELINE] + [("wave", "interleaved")]
@@ -198,7 +198,7 @@ def _print_summary(shown: list[tuple[Config, dict[str, dict[str, Any]]]], measur
             f"best {result.best[0]:.2f}x ({result.best[1]}), "
             f"worst {result.worst[0]:.2f}x ({result.worst[1]}), {len(result.regressions)} below 1"
         )
-        if arm == "planner":
+        if arm == "planner" and measured:
             for ratio, name in result.regressions:
                 console.print(f"    regression {ratio:.3f}x {name}")
     for label, chosen in (("all", shown), ("held-out", [s for s in shown if s[0].held_out])):

@@ -103,16 +103,25 @@ def test_quick_run_resumes_merges_and_reports(benchmarks, tmp_path):
     result = runner.invoke(app, ["--quick", "--only", "predict", "--part", "merge"])
     assert result.exit_code == 0, result.output
     assert (tmp_path / "sweep_84_quick_predicted.png").stat().st_size > 10_000
-    assert "12 configurations, predicted, not measured" in "".join(
-        _console_text(sweep_84, tmp_path)
-    )
+    path = tmp_path / "sweep_84_quick_predicted.jsonl"
+    text = _console_text(sweep_84, path)
+    assert "12 configurations, predicted, not measured; the machine's rates: profile" in text
+
+    # What is slower than the baseline is listed where it was measured; predictions are counted.
+    altered = [
+        line | ({"us_median": 1e6} if line["arm"] == "planner" else {})
+        for line in benchmarks("_report").read(path)
+    ]
+    for n, listed in ((0, 0), (20, 12)):
+        lines = [line | {"n": n, "ok": True} for line in altered]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        text = _console_text(sweep_84, path)
+        assert "12 below 1" in text and text.count("regression") == listed
 
 
-def _console_text(sweep_84, folder):
+def _console_text(sweep_84, path):
     with sweep_84.console.capture() as capture:
-        sweep_84.report(
-            folder / "sweep_84_quick_predicted.jsonl", sweep_84._sweep.load_configs(), "title"
-        )
+        sweep_84.report(path, sweep_84._sweep.load_configs(), "title")
     return capture.get()
 
 
