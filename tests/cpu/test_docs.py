@@ -61,6 +61,8 @@ def test_readme_commands_exist() -> None:
     for block in snippets(ROOT / "README.md", "bash"):
         for line in block.splitlines():
             words = line.split("#")[0].split()
+            if "xstage_ext" in words:  # torchrun ... -m xstage_ext COMMAND
+                words = ["xstage", *words[words.index("xstage_ext") + 1 :]]
             if words[:1] == ["xstage"]:
                 command = [word for word in words[1:3] if not word.startswith("-")]
                 assert CliRunner().invoke(app, [*command, "--help"]).exit_code == 0, line
