@@ -65,6 +65,9 @@ class CallWords:
         outputs: ChannelLease | None,
     ) -> CallWords:
         """Words of a plan over the leases; without leases (torch path) they stay empty."""
+        phase = plan.head_phase(rank)
+        if outputs is None:
+            return cls(problem, plan, (), (), (), phase, (), ())
         # A local call knows one rank; what its heads share of key groups stays in head_phase.
         local = dataclasses.replace(
             plan,
@@ -78,9 +81,9 @@ class CallWords:
             tuple(plan.words()),
             tuple(plan.to_sequence().words()),
             tuple(local.words()),
-            plan.head_phase(rank),
+            phase,
             () if inputs is None else tuple(inputs.words()),
-            () if outputs is None else tuple(outputs.words()),
+            tuple(outputs.words()),
         )
 
 

@@ -12,7 +12,7 @@ from ._attention_paths import Operands
 from .channel import ChannelLease
 from .errors import PeerError, WorkspaceError, XStageError
 from .key_segments import segments_from_mask
-from .planner.attention import AttentionPlan
+from .planner.attention import MAX_RANKS, AttentionPlan
 from .planner.attention_choice import HEAD_DIMS, AttentionProblem, decide
 from .support import describe, device_reason, why_not
 from .workspace import SymmetricWorkspace, region_bytes
@@ -45,7 +45,7 @@ def has_kernel(op: str, device: torch.device) -> bool:
 
 def kernel_reason(problem: AttentionProblem, device: torch.device) -> str | None:
     """Why the attention kernels cannot compute a problem on a device; None when they can."""
-    reason = device_reason(device)
+    reason = device_reason(device) or ranks_reason(problem)
     if reason is not None:
         return reason
     if device.type == "cpu":
@@ -59,6 +59,13 @@ def kernel_reason(problem: AttentionProblem, device: torch.device) -> str | None
     if not has_kernel(f"{problem.generation}_a2a", device):
         return f"{problem.generation}_a2a has no kernel in the loaded library"
     return None
+
+
+def ranks_reason(problem: AttentionProblem) -> str | None:
+    """Why no kernel connects so many ranks; None when they do."""
+    if problem.world <= MAX_RANKS:
+        return None
+    return f"{problem.world} ranks: the kernels connect up to {MAX_RANKS}; make subgroups"
 
 
 def _dtype_reason(dtype: torch.dtype, known: tuple[torch.dtype, ...]) -> str:
@@ -170,7 +177,8 @@ def first_path(
     reason = why_not(problem, device)
     if reason is None:
         return "fused", None
-    if device_reason(device) is None and has_kernel("ulysses_a2a", device):
+    whole = ranks_reason(problem) is None and device_reason(device) is None
+    if whole and has_kernel("ulysses_a2a", device):
         return "serial", reason
     return "torch", reason
 

@@ -69,7 +69,7 @@ class UlyssesAttention(GroupModule):
         Key heads of the model, a divisor of heads, also fewer than ranks; None: heads.
     group : ProcessGroup, optional
         None: WORLD if torch.distributed is initialised, else this process alone. Any subgroup of up
-        to 8 ranks of one NVLink domain; group ranks count, never global ones.
+        to 8 ranks of one NVLink domain, beyond which it falls back; its own rank numbers count.
     device : device, optional
         None: the current CUDA device where there is one, else the CPU.
     dtype : dtype

@@ -98,6 +98,7 @@ def test_key_heads_cover_what_query_heads_read(plan: AttentionPlan) -> None:
     total = sum(plan.heads) // plan.kv_group
     for rank in range(plan.world):
         first, count = plan.key_heads(rank)
+        assert [first, count] == ops.attention_key_heads(plan.words(), rank)
         begin = sum(plan.heads[:rank])
         read = {head // plan.kv_group for head in range(begin, begin + plan.heads[rank])}
         assert read == set(range(first, first + count))

@@ -35,3 +35,9 @@ def test_nothing_is_made_on_an_absent_gpu(absent) -> None:
     for make in makers:
         with pytest.raises(PlanError, match=f"device cuda.*{NONE_SEEN}; device=.cpu. runs without"):
             make()
+
+
+def test_more_ranks_than_the_kernels_connect_fall_back() -> None:
+    problem = AttentionProblem(18, 9, 64, (10,) * 9)
+    assert not xstage_ext.is_supported(problem, "cpu")
+    assert "falls back: 9 ranks: the kernels connect up to 8" in xstage_ext.explain(problem, "cpu")

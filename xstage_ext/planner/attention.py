@@ -11,6 +11,7 @@ from ..errors import PlanError
 from . import wire
 
 MAX_RANKS = 8
+"""Ranks that the kernels connect; the fallback takes any number."""
 TILE_ORDERS = ("own_last", "natural", "longest_first")
 STORE_PATHS = ("tensor", "bulk", "vector")
 COMPLETIONS = ("end_of_call", "every_tile")
@@ -71,10 +72,10 @@ class AttentionPlan:
 
     def __post_init__(self) -> None:
         lengths = {len(getattr(self, name)) for name in _ARRAYS}
-        if len(lengths) != 1 or not 1 <= self.world <= MAX_RANKS:
+        if len(lengths) != 1 or self.world < 1:
             raise PlanError(
-                f"xstage: attention plan: expected rows, kv_rows and heads of 1 to {MAX_RANKS} "
-                f"ranks, got {len(self.rows)}, {len(self.kv_rows)} and {len(self.heads)}"
+                "xstage: attention plan: expected rows, kv_rows and heads of equally many ranks, "
+                f"got {len(self.rows)}, {len(self.kv_rows)} and {len(self.heads)}"
             )
 
     @property
@@ -84,8 +85,12 @@ class AttentionPlan:
 
     def key_heads(self, rank: int) -> tuple[int, int]:
         """First key head that a rank needs, and how many."""
-        first, count = torch.ops.xstage.attention_key_heads(self.words(), rank)
-        return int(first), int(count)
+        begin = sum(self.heads[:rank])
+        end = begin + self.heads[rank]
+        if begin == end:
+            return 0, 0
+        first = begin // self.kv_group
+        return first, (end - 1) // self.kv_group + 1 - first
 
     def head_phase(self, rank: int) -> int:
         """Place of a rank's first query head within its group."""
@@ -99,7 +104,7 @@ class AttentionPlan:
         return dataclasses.replace(self, direction=1, num_query=num_tensors, row_pad=row_pad)
 
     def words(self) -> list[int]:
-        """The wire message, the `plan` argument of the ops."""
+        """The wire message, the `plan` argument of the ops: for 1 to 8 ranks."""
         values: dict[str, int] = {"world": self.world}
         for field in dataclasses.fields(self):
             if field.name not in _ARRAYS:
