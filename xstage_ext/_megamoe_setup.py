@@ -112,10 +112,15 @@ def check_types(x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Ten
     if not topk_weights.dtype.is_floating_point:
         text = f"expected a floating-point dtype, got {topk_weights.dtype}"
         raise TypeError(f"xstage.megamoe: topk_weights: {text}")
-    if torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
+
+
+def check_grad(**tensors: torch.Tensor) -> None:
+    """Nothing that autograd would ask for its part in the result."""
+    wanting = [name for name, tensor in tensors.items() if tensor.requires_grad]
+    if wanting and torch.is_grad_enabled():
         raise TypeError(
-            "xstage.megamoe: x or topk_weights requires grad, and there is no backward; call "
-            "under torch.no_grad() or pass .detach()"
+            f"xstage.megamoe: {' and '.join(wanting)}: requires grad, and there is no backward; "
+            "call under torch.no_grad(), or detach it or switch its requires_grad off"
         )
 
 

@@ -12,6 +12,7 @@ from . import reference
 from ._group_module import GroupModule
 from ._megamoe_setup import (
     agree,
+    check_grad,
     check_out,
     check_shapes,
     check_types,
@@ -287,7 +288,7 @@ class MegaMoE(GroupModule):
         Raises
         ------
         TypeError
-            A dtype that is not accepted, or an input that requires grad.
+            A dtype that is not accepted, or an input or weight that requires grad.
         RuntimeError
             A wrong shape, or more than max_tokens tokens; the peers raise PeerError.
         PeerTimeout, PeerError, RoutingError
@@ -321,6 +322,7 @@ class MegaMoE(GroupModule):
     ) -> torch.Tensor:
         """Natively with the words of a call; without them by the fallback."""
         check_types(x, topk_idx, topk_weights)
+        check_grad(x=x, topk_weights=topk_weights, w13=self.w13, w2=self.w2)
         weights = topk_weights.float()
         if words is None:
             return self._fallback(x, topk_idx, weights, num_tokens, out)

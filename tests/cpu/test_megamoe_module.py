@@ -256,6 +256,19 @@ def test_types_are_refused_by_name(change: dict[int, object], text: str) -> None
     moe.close()
 
 
+@pytest.mark.parametrize("impl", ["native", "fallback"])
+def test_weights_that_require_grad_are_refused_where_a_graph_is_built(impl: str) -> None:
+    moe, given = small(impl=impl), tokens()
+    expected = moe(*given)
+    moe.requires_grad_(True)
+    with pytest.raises(TypeError, match="w13 and w2: requires grad, and there is no backward"):
+        moe(*given)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(moe(*given), expected)
+    moe.close()
+
+
 # --- before anything is loaded ------------------------------------------------------------------
 
 
