@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -322,8 +323,10 @@ def refuse_options(attn_mask: torch.Tensor | None, dropout_p: float) -> None:
 
 def check_scale(scale: float | None) -> None:
     """Every path wants a positive scale; the kernels' references rely on it."""
-    if scale is not None and not scale > 0:
-        raise ValueError(f"xstage.UlyssesAttention: scale: expected a positive number, got {scale}")
+    if scale is not None and not 0 < scale < math.inf:
+        raise ValueError(
+            f"xstage.UlyssesAttention: scale: expected a positive finite number, got {scale}"
+        )
 
 
 def check_tensors(

@@ -47,7 +47,7 @@ from ._attention_setup import (
 )
 from ._group_module import GroupModule
 from .errors import PlanError, WorkspaceError
-from .planner.attention import even_split
+from .planner.attention import check_launch_fields, even_split
 from .planner.attention_choice import AttentionDecision, AttentionProblem, decide
 from .support import resolve_device
 from .workspace import SymmetricWorkspace, region_bytes
@@ -86,7 +86,7 @@ class UlyssesAttention(GroupModule):
     slots : int
         Results that may be alive at the same time.
     plan : dict, optional
-        Launch fields of `AttentionPlan` that are given, not chosen by the planner.
+        `planner.attention.LAUNCH_FIELDS` that are given, not chosen by the planner.
     name : str
         For error texts.
 
@@ -127,6 +127,7 @@ class UlyssesAttention(GroupModule):
     ) -> None:
         super().__init__()
         check_scale(scale)
+        check_launch_fields(plan or {})
         self._join(group)
         self.device = resolve_device(device)
         self.causal = causal

@@ -364,7 +364,7 @@ def test_explain_on_the_cpu() -> None:
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"kv_heads": 3}, r"kv_heads: expected a divisor of 8 heads, got 3 \(degree 2\)"),
+        ({"kv_heads": 3}, r"kv_heads: expected a divisor of 8 heads, got 3 \(2 ranks share"),
         ({"rows": ()}, "rows: expected the lengths of at least one rank"),
         ({"kv_rows": (1, 2, 3)}, "kv_rows: expected 2 ranks"),
         ({"heads_per_rank": (1, 2)}, "heads_per_rank: expected a sum of 8"),

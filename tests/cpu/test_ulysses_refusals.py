@@ -9,6 +9,7 @@ import torch
 
 from tests.ranks import launch
 from xstage_ext import UlyssesAttention
+from xstage_ext.errors import PlanError
 
 
 def operands(rows: int = 24, heads: int = 4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -45,3 +46,33 @@ def test_compiled_calls_of_a_closed_module_say_so() -> None:
         module.close()
         with pytest.raises(Exception, match=r"ulysses: it is closed; call prepare\(\)"):
             compiled(*operands())
+
+
+@pytest.mark.parametrize(
+    ("plan", "text"),
+    [
+        ({"blocks": 1}, "expected fields of block_m, .*, got 'blocks'"),
+        ({"slots": 3}, "expected fields of block_m, .*, got 'slots'"),
+        ({"num_sms": 1.5}, r"num_sms: expected an integer from 0 to 1024 \(SMs .*\), got 1.5"),
+        ({"tile_order": "1"}, "tile_order: expected an integer from 0 to 2 .*, got '1'"),
+        ({"completion": True}, "completion: expected an integer"),
+        ({"block_m": -1}, "block_m: expected an integer from 0 .*, got -1"),
+    ],
+)
+def test_plans_that_are_given_are_checked_at_once(plan: dict[str, Any], text: str) -> None:
+    with pytest.raises(PlanError, match=text):
+        small(plan=plan)
+
+
+def test_plans_that_are_given_are_used() -> None:
+    module = small(plan={"block_m": 8, "tile_order": 1})
+    module.prepare(24, batch=2)
+    assert module.decision is not None
+    assert (module.decision.plan.block_m, module.decision.plan.tile_order) == (8, 1)
+    module.close()
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
+def test_scales_are_positive_and_finite(scale: float) -> None:
+    with pytest.raises(ValueError, match="scale: expected a positive finite number"):
+        small(scale=scale)

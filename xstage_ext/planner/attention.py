@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
+from .._binary import wire_fields
 from ..errors import PlanError
 from . import wire
 
@@ -16,6 +17,17 @@ TILE_ORDERS = ("own_last", "natural", "longest_first")
 STORE_PATHS = ("tensor", "bulk", "vector")
 COMPLETIONS = ("end_of_call", "every_tile")
 _ARRAYS = ("rows", "kv_rows", "heads")
+LAUNCH_FIELDS = (
+    "block_m",
+    "block_n",
+    "num_sms",
+    "tile_order",
+    "store_path",
+    "slice_bytes",
+    "slice_steps",
+    "completion",
+)
+"""Fields of `AttentionPlan` that a caller may give; the others follow from the problem."""
 
 
 def even_split(total: int, parts: int) -> tuple[int, ...]:
@@ -130,6 +142,27 @@ class AttentionPlan:
             self.words(), num_tensors, batch, head_dim, element_bytes
         )
         return needed
+
+
+def check_launch_fields(fields: Mapping[str, object]) -> None:
+    """What a caller gives instead of the planner.
+
+    Raises
+    ------
+    PlanError
+        No launch field, or a value outside of what the ops take; by name.
+    """
+    limits = {name: (low, high, what) for name, low, high, what in wire_fields("attention")}
+    for name, value in fields.items():
+        if name not in LAUNCH_FIELDS:
+            known = ", ".join(LAUNCH_FIELDS)
+            raise PlanError(f"xstage: attention plan: expected fields of {known}, got {name!r}")
+        low, high, what = limits[name]
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise PlanError(
+                f"xstage: attention plan: {name}: expected an integer from {low} to {high} "
+                f"({what}), got {value!r}"
+            )
 
 
 _SCALARS: Sequence[str] = (

@@ -79,7 +79,7 @@ class AttentionProblem:
         if self.heads < 1 or self.kv_heads < 1 or self.heads % self.kv_heads:
             return (
                 f"kv_heads: expected a divisor of {self.heads} heads, got {self.kv_heads} "
-                f"(degree {world})"
+                f"({world} ranks share the heads)"
             )
         for name in ("kv_rows", "heads_per_rank"):
             value = getattr(self, name)
