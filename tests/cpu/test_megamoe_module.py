@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -333,6 +334,25 @@ def test_plan_fields_can_be_given() -> None:
         small(plan={"leed_blocks": 7})
     with pytest.raises(PlanError, match="num_sms: expected a multiple of 2"):
         small(plan={"num_sms": 9, "cluster_size": 2})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("block_m", 0), ("block_n", 0), ("cluster_size", 0), ("num_sms", None), ("pull", 0.5),
+     ("schedule", "1"), ("lead_blocks", -1)],
+)  # fmt: skip
+def test_values_of_plan_fields_are_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(PlanError, match=f"{field}: expected .*, got {value!r}"):
+        small(plan={field: value})
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["world", "num_experts", "topk", "hidden", "intermediate", "max_tokens", "weight_layout"],
+)
+def test_a_plan_cannot_contradict_the_layer(field: str) -> None:
+    with pytest.raises(PlanError, match=f"{field}: says what the layer is"):
+        small(plan={field: 1})
 
 
 def test_shared_layers_need_one_plan() -> None:

@@ -16,7 +16,15 @@ from .. import _env, machine
 from ..errors import PlanError, ProfileError
 from ..simulate import simulate_megamoe
 from . import measured, ranking
-from .megamoe import GROUP_MOST_HIDDEN, PULLS, SCHEDULES, STORES, WEIGHT_LAYOUTS, MegaMoePlan
+from .megamoe import (
+    GROUP_MOST_HIDDEN,
+    PULLS,
+    SCHEDULES,
+    STORES,
+    WEIGHT_LAYOUTS,
+    MegaMoePlan,
+    check_given,
+)
 from .problem import MoEProblem
 
 RING_BYTES = 512_000_000
@@ -248,9 +256,7 @@ def _plans(
     names: Sequence[str],
 ) -> Iterator[tuple[str, MegaMoePlan]]:
     """The plan of every named family that agrees with the given schedule and store."""
-    unknown = given.keys() - {field.name for field in dataclasses.fields(MegaMoePlan)}
-    if unknown:
-        raise PlanError(f"xstage.choose: {', '.join(sorted(unknown))}: not a field of MegaMoePlan")
+    check_given(given)
     for kept in (("schedule", "store"), ("schedule",), ("store",), ()):
         agreeing = [
             name

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import torch
 
+from ..errors import PlanError
 from . import wire
 
 SCHEDULES = ("wave", "interleaved")
@@ -13,6 +15,17 @@ STORES = ("st", "bulk", "paced")
 COMBINES = ("end", "early")
 WEIGHT_LAYOUTS = ("gate_up", "up_gate", "interleaved")
 PULLS = ("rows", "groups")
+LAYER_FIELDS = (
+    "world",
+    "num_experts",
+    "topk",
+    "hidden",
+    "intermediate",
+    "max_tokens",
+    "weight_layout",
+)
+"""Fields that say what the layer is; the others say how it runs."""
+
 GROUP_MOST_HIDDEN = 2048
 """Rows that are pulled in groups are at most so wide."""
 
@@ -66,6 +79,21 @@ class MegaMoePlan:
     def bytes(self) -> int:
         """Bytes of a rank's region of the workspace."""
         return int(torch.ops.xstage.megamoe_workspace_bytes(self.words()))
+
+
+def check_given(given: Mapping[str, object]) -> None:
+    """Raise PlanError unless these fields of a plan may be given by hand, with these values."""
+    known = {field.name for field in dataclasses.fields(MegaMoePlan)}
+    unknown = ", ".join(sorted(given.keys() - known))
+    if unknown:
+        raise PlanError(f"xstage.choose: {unknown}: not a field of MegaMoePlan")
+    contradicting = ", ".join(name for name in LAYER_FIELDS if name in given)
+    if contradicting:
+        raise PlanError(
+            f"xstage.choose: {contradicting}: says what the layer is, so a plan takes it from "
+            "there; give it as an argument of the layer, not in its plan"
+        )
+    wire.check("megamoe", given)
 
 
 wire.verify("megamoe", MegaMoePlan)

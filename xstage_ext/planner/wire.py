@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 from .. import _binary
@@ -45,15 +46,22 @@ def pack(kind: str, plan: Any) -> list[int]:
     Raises
     ------
     PlanError
-        A field is out of the range that the binary accepts; the text names it.
+        A field is no integer of the range that the binary accepts; the text names it.
     """
-    words = [int(getattr(plan, field.name)) for field in dataclasses.fields(plan)]
-    for (name, low, high, meaning), value in zip(_binary.wire_fields(kind), words, strict=True):
-        if not low <= value <= high:
-            raise PlanError(
-                f"xstage: {kind} plan: {name}: expected {low} to {high} ({meaning}), got {value}"
-            )
+    values = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
+    check(kind, values)
+    words = [int(value) for value in values.values()]
     return [MAGIC, KINDS[kind], VERSION, len(words), *words]
+
+
+def check(kind: str, values: Mapping[str, object]) -> None:
+    """Raise PlanError unless every named field is an integer that the binary accepts."""
+    for name, low, high, meaning in _binary.wire_fields(kind):
+        value = values.get(name, low)
+        if not isinstance(value, int) or not low <= value <= high:
+            raise PlanError(
+                f"xstage: {kind} plan: {name}: expected {low} to {high} ({meaning}), got {value!r}"
+            )
 
 
 def digest(*parts: object) -> int:
