@@ -154,6 +154,8 @@ def load(path: pathlib.Path) -> tuple[Entry, ...]:
         lines: tuple[_Line, ...] = build(_File, data, table, PlanError).plans
     except OSError as error:
         raise PlanError(f"{table}: {error.strerror}") from None
+    except PlanError as error:
+        raise PlanError(f"{error}; write it anew with `xstage tune`") from None
     except (ValueError, OverflowError, RecursionError) as error:
         raise PlanError(f"{table}: expected a file of `xstage tune`, got other ({error})") from None
     for line in lines:
