@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .attention import Rows, UlyssesAttention
+from .planner.attention import even_split
 
 _modules: dict[tuple[object, ...], UlyssesAttention] = {}
 
@@ -21,21 +23,24 @@ def ulysses_attention(
     causal: bool = False,
     scale: float | None = None,
     impl: str = "auto",
+    slots: int = 2,
     rows: Rows | None = None,
     kv_rows: Rows | None = None,
     **options: Any,
 ) -> Any:
-    """`UlyssesAttention` as a function: modules are made once per set of shapes and kept.
+    """`UlyssesAttention` as a function: modules are made when needed and kept.
 
-    The first call with new shapes is collective and slow; `UlyssesAttention.prepare` does that at a
-    time of your choice, and is what torch.compile needs.
+    A module serves all lengths up to a size a little above those of its first call, at most four
+    sizes for each doubling. The first call of a size is collective and slow;
+    `UlyssesAttention.prepare` does that at a time of your choice, and is what torch.compile needs.
 
     Parameters
     ----------
     q, k, v, rows, kv_rows
         As `UlyssesAttention.forward`.
-    group, causal, scale, impl
-        As `UlyssesAttention`.
+    group, causal, scale, impl, slots
+        As `UlyssesAttention`. More than `slots` results of one size alive at a time: ask for more,
+        or copy with `out`.
     **options
         Further arguments of `UlyssesAttention.forward`.
 
@@ -50,11 +55,12 @@ def ulysses_attention(
     >>> ulysses_attention(q, k, v, causal=True).shape
     torch.Size([1, 128, 4, 64])
     """
-    lengths = tuple(
-        item if item is None or isinstance(item, int) else tuple(item) for item in (rows, kv_rows)
-    )
-    shapes = (tuple(q.shape), tuple(k.shape), lengths, options.get("joint_rows") and "joint")
-    key = (group, q.device, q.dtype, causal, scale, impl, *shapes)
+    world = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+    text = options.get("joint_rows")
+    key_rows = rows if kv_rows is None and k.shape[1] == q.shape[1] else kv_rows
+    room = _room(rows, q, text, world), _room(key_rows, k, text, world), q.shape[0]
+    model = (*q.shape[2:], k.shape[2], q.dtype, causal, scale)
+    key = (group, q.device, impl, slots, model, room)
     module = _modules.get(key)
     if module is None:
         module = UlyssesAttention(
@@ -67,9 +73,25 @@ def ulysses_attention(
             causal=causal,
             scale=scale,
             impl=impl,
+            slots=slots,
         )
+        module.prepare((room[0],) * world, (room[1],) * world, batch=room[2])
         _modules[key] = module
     return module(q, k, v, rows=rows, kv_rows=kv_rows, **options)
+
+
+def _room(rows: Rows | None, own: torch.Tensor, text: Sequence[int] | None, world: int) -> int:
+    """Rows per rank to prepare for: the longest shard with its text, rounded up.
+
+    The same on every rank, so it looks at this rank's rows only where all have as many.
+    """
+    if rows is None:
+        shares: tuple[int, ...] = (own.shape[1],)
+    else:
+        shares = even_split(rows, world) if isinstance(rows, int) else tuple(rows)
+    longest = max(1, *shares) + max(text or (0,))
+    step = max(64, 1 << max(0, longest.bit_length() - 3))
+    return -(-longest // step) * step
 
 
 def close_all() -> None:
