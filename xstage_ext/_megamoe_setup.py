@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -124,6 +125,27 @@ def check_grad(**tensors: torch.Tensor) -> None:
         )
 
 
+def checked_num_tokens(num_tokens: object, x: torch.Tensor) -> int | torch.Tensor | None:
+    """How many rows of x are tokens: an integer of any type as int, a tensor as it is."""
+    if num_tokens is None:
+        return None
+    if isinstance(num_tokens, torch.Tensor):
+        if num_tokens.dtype not in INDEX_DTYPES or num_tokens.numel() != 1:
+            raise TypeError(
+                "xstage.megamoe: num_tokens: expected one element of torch.int32 or torch.int64, "
+                f"got {num_tokens.dtype} {list(num_tokens.shape)}"
+            )
+        return num_tokens
+    if not isinstance(num_tokens, (int, np.integer)):
+        text = f"expected an integer or a tensor of one, got {num_tokens!r}"
+        raise TypeError(f"xstage.megamoe: num_tokens: {text}")
+    rows = x.shape[0] if x.dim() else 0
+    if not 0 <= num_tokens <= rows:
+        text = f"expected 0 to {rows} (rows of x), got {num_tokens}"
+        raise ValueError(f"xstage.megamoe: num_tokens: {text}")
+    return int(num_tokens)
+
+
 def check_shapes(
     problem: MoEProblem, x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor
 ) -> None:
@@ -140,8 +162,10 @@ def check_shapes(
         raise RuntimeError(f"xstage.megamoe: x: tokens: {text}")
 
 
-def check_out(problem: MoEProblem, x: torch.Tensor, out: torch.Tensor) -> None:
-    """The caller's tensor for the result, as the native operator checks it."""
+def check_out(problem: MoEProblem, x: torch.Tensor, out: torch.Tensor | None) -> None:
+    """The caller's tensor for the result, if any, as the native operator checks it."""
+    if out is None:
+        return
     tokens = x.shape[0] if x.dim() else 0
     wanted = torch.bfloat16, [tokens, problem.hidden]
     if (out.dtype, list(out.shape)) != wanted:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import torch
@@ -16,6 +17,7 @@ from ._megamoe_setup import (
     check_out,
     check_shapes,
     check_types,
+    checked_num_tokens,
     counter_bytes,
     differing,
     given_fields,
@@ -157,7 +159,7 @@ class MegaMoE(GroupModule):
         self.impl: str | None = None
         self.fallback_reason = self._reason
         self._lease: ChannelLease | None = None
-        self._owned: list[ChannelLease | SymmetricWorkspace] = []
+        self._owned = contextlib.ExitStack()  # gives back what `prepare` reserved
         self._words: tuple[list[int], list[int]] = [], []
         self._closed = False
 
@@ -208,7 +210,7 @@ class MegaMoE(GroupModule):
                 workspace = SymmetricWorkspace(
                     self.group, region_bytes([self.bytes()]), device=self.device
                 )
-                self._owned.append(workspace)
+                self._owned.callback(workspace.close)
             except WorkspaceError as error:
                 self.fallback_reason = str(error)  # the same on every rank
         if self.fallback_reason is not None:
@@ -216,10 +218,16 @@ class MegaMoE(GroupModule):
                 raise PlanError(f"xstage.MegaMoE: impl=native, but {self.fallback_reason}")
             self.impl = "fallback"
             return
-        self._reserve(workspace, share)
-        self.impl = "native"
-        ids = torch.empty(0, self.problem.topk, dtype=torch.int32, device=self.device)
-        self(self.w2.new_empty(0, self.problem.hidden), ids, ids.float())
+        try:
+            self._reserve(workspace, share)
+            self.impl = "native"
+            ids = torch.empty(0, self.problem.topk, dtype=torch.int32, device=self.device)
+            with torch.no_grad():
+                self(self.w2.new_empty(0, self.problem.hidden), ids, ids.float())
+        except BaseException:
+            self._owned.close()
+            self._forget()  # so that it can be prepared again
+            raise
 
     def _reserve(self, workspace: SymmetricWorkspace | None, share: MegaMoE | None) -> None:
         assert self.decision is not None
@@ -236,18 +244,13 @@ class MegaMoE(GroupModule):
             self._lease = workspace.channel(
                 self.name, self.decision.bytes, counter_bytes=counter_bytes(plan)
             )
-            self._owned.insert(0, self._lease)
-        facts = self.name, plan.words(), self.clamp, self.routed_scaling_factor
-        self._digest = wire.digest(*facts)
+            self._owned.callback(self._lease.release)
+        self._digest = wire.digest(self.name, plan.words(), self.clamp, self.routed_scaling_factor)
         self._words = plan.words(), self._lease.words(self._digest)
 
     def close(self) -> None:
         """Give back what `prepare` reserved. Local and idempotent; layers that share it end too."""
-        for owned in self._owned:
-            if isinstance(owned, ChannelLease):
-                owned.release()
-            else:
-                owned.close()
+        self._owned.close()
         self._forget()
         self._closed = True
 
@@ -324,15 +327,14 @@ class MegaMoE(GroupModule):
         check_types(x, topk_idx, topk_weights)
         check_grad(x=x, topk_weights=topk_weights, w13=self.w13, w2=self.w2)
         weights = topk_weights.float()
+        num_tokens = checked_num_tokens(num_tokens, x)
         if words is None:
             return self._fallback(x, topk_idx, weights, num_tokens, out)
         if not isinstance(num_tokens, int):
             return self._launch(words, x, topk_idx, weights, num_tokens, out)
-        if not 0 <= num_tokens <= x.shape[0]:
-            text = f"expected 0 to {x.shape[0]} (rows of x), got {num_tokens}"
-            raise ValueError(f"xstage.megamoe: num_tokens: {text}")
         if out is None:
             out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        check_out(self.problem, x, out)
         out[num_tokens:].zero_()
         x, topk_idx, weights = (tensor[:num_tokens] for tensor in (x, topk_idx, weights))
         self._launch(words, x, topk_idx, weights, None, out[:num_tokens])
@@ -365,8 +367,7 @@ class MegaMoE(GroupModule):
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         check_shapes(self.problem, x, topk_idx, weights)
-        if out is not None:
-            check_out(self.problem, x, out)
+        check_out(self.problem, x, out)
         if num_tokens is not None:
             padding = torch.arange(x.shape[0], device=x.device) >= num_tokens
             topk_idx = topk_idx.masked_fill(padding[:, None], -1)

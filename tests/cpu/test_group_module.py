@@ -125,3 +125,19 @@ def test_a_released_lease_is_dead() -> None:
         lease.refuse("nothing is told to those who have the channel now")
         workspace.check()
         lease.release()
+
+
+# --- prepare that fails -------------------------------------------------------------------------
+
+
+def test_a_prepare_that_failed_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    moe, given = small_moe(), tokens()
+    with SymmetricWorkspace(nbytes=moe.bytes(), device="cpu") as workspace:
+        with monkeypatch.context() as patch:
+            patch.setattr(MegaMoE, "_launch", lambda *_: 1 // 0)
+            with pytest.raises(ZeroDivisionError):
+                moe.prepare(workspace)
+        assert moe.impl is None
+        moe.prepare(workspace)  # its channel was given back
+        assert moe.impl == "native" and moe(*given).isfinite().all()
+        moe.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -195,8 +196,21 @@ def test_num_tokens(impl: str, as_tensor: bool) -> None:
     assert torch.equal(part[5:], torch.zeros_like(part[5:]))
     if impl == "native":
         assert torch.equal(part[:5], whole[:5])
-        with pytest.raises(ValueError, match="num_tokens: expected 0 to 32 .rows of x., got 33"):
-            moe(x, ids, scores, num_tokens=33)
+    moe.close()
+
+
+@pytest.mark.parametrize("impl", ["native", "fallback"])
+def test_wrong_num_tokens_are_refused_by_name(impl: str) -> None:
+    moe, given = small(impl=impl), tokens()
+    for wrong in (-1, 33):
+        with pytest.raises(ValueError, match=f"num_tokens: expected 0 to 32 .*, got {wrong}"):
+            moe(*given, num_tokens=wrong)
+    for other in (3.5, "3", torch.tensor(3.0), torch.tensor([3, 3])):
+        with pytest.raises(TypeError, match="num_tokens: expected"):
+            moe(*given, num_tokens=other)
+    assert torch.equal(moe(*given, num_tokens=np.int64(3)), moe(*given, num_tokens=3))
+    with pytest.raises(RuntimeError, match=r"out: expected torch.bfloat16 \[32, 128\], got"):
+        moe(*given, num_tokens=3, out=torch.empty(10, 128, dtype=torch.bfloat16))
     moe.close()
 
 
