@@ -143,6 +143,8 @@ class AttentionMemory:
     def share(self, other: AttentionMemory, needed: tuple[int, int]) -> None:
         """Use another module's channels."""
         other.require(needed, f"sharing with {self.name}")
+        if other.outputs is not None:
+            other.outputs.require_held()
         self.workspace, self.inputs, self.outputs = other.workspace, other.inputs, other.outputs
 
     def refuse(self, refusal: Exception) -> None:

@@ -371,7 +371,9 @@ class UlyssesAttention(GroupModule):
             self._prepare(self._problem(*shape))
         assert self._route is not None
         outputs = self._memory.outputs
-        if torch.compiler.is_compiling() or outputs is None:
+        if outputs is None or torch.compiler.is_compiling():
+            if outputs is not None:
+                outputs.require_held()
             return run(self._route, operands, self._words_of(shape), meaning)
         with outputs.guard():
             outputs.workspace.begin()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.ranks import launch
-from xstage_ext import UlyssesAttention
+from xstage_ext import SymmetricWorkspace, UlyssesAttention
 from xstage_ext.errors import PlanError
 
 
@@ -70,6 +70,26 @@ def test_plans_that_are_given_are_used() -> None:
     assert module.decision is not None
     assert (module.decision.plan.block_m, module.decision.plan.tile_order) == (8, 1)
     module.close()
+
+
+def test_memory_that_its_owner_gave_back_is_used_by_nobody() -> None:
+    owner, guest, late = small(name="owner"), small(name="guest"), small(name="late")
+    q, k, v = operands()
+    with SymmetricWorkspace(None, 1 << 20, device="cpu") as workspace, torch.inference_mode():
+        owner.prepare(24, batch=2, workspace=workspace)
+        guest.prepare(24, batch=2, share=owner)
+        guest(q, k, v)
+        compiled = torch.compile(guest, fullgraph=True, backend="eager")
+        compiled(q, k, v)
+        owner.close()
+        uses = [
+            lambda: guest(q, k, v),
+            lambda: compiled(q, k, v),
+            lambda: late.prepare(24, batch=2, share=guest),
+        ]
+        for use in uses:
+            with pytest.raises(Exception, match="channel 'owner outputs' was released"):
+                use()
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
