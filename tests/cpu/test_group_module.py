@@ -16,8 +16,10 @@ from tests.cpu.test_megamoe_module import small as small_moe
 from tests.cpu.test_megamoe_module import tokens
 from tests.cpu.test_ulysses import operands
 from tests.cpu.test_ulysses import small as small_attention
+from tests.ranks.moe import ROUNDED
 from xstage_ext import MegaMoE, SymmetricWorkspace, UlyssesAttention
-from xstage_ext.errors import WorkspaceError
+from xstage_ext._backends import LocalMemory
+from xstage_ext.errors import PlanError, WorkspaceError
 
 ROWS = 66
 
@@ -141,3 +143,25 @@ def test_a_prepare_that_failed_can_be_repeated(monkeypatch: pytest.MonkeyPatch) 
         moe.prepare(workspace)  # its channel was given back
         assert moe.impl == "native" and moe(*given).isfinite().all()
         moe.close()
+
+
+def test_too_little_memory_in_one_process_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(WorkspaceError, match=f"cannot allocate {1 << 60} bytes on cpu: "):
+        LocalMemory(1, 1 << 60, torch.device("cpu"), "local")
+    moe, given = small_moe(), tokens()
+    expected = moe(*given)
+    moe.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(MegaMoE, "bytes", lambda _: 1 << 60)
+        moe.prepare()
+    assert moe.impl == "fallback" and "cannot allocate" in str(moe.fallback_reason)
+    torch.testing.assert_close(moe(*given), expected, **ROUNDED)
+    moe.close()
+    moe.prepare()  # with memory again
+    assert (moe.impl, moe.fallback_reason) == ("native", None)
+    assert torch.equal(moe(*given), expected)
+    moe.close()
+    native = small_moe(impl="native")
+    monkeypatch.setattr(MegaMoE, "bytes", lambda _: 1 << 60)
+    with pytest.raises(PlanError, match="impl=native, but workspace: cannot allocate"):
+        native.prepare()
