@@ -36,8 +36,12 @@ class GroupModule(torch.nn.Module):
         bare._forget()
         return bare.__dict__
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._join(self.group)  # this process may be another rank than the one that pickled
+
     def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
         memo[id(self.group)] = self.group
         memo[id(self)] = clone = type(self).__new__(type(self))
-        clone.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[no-untyped-call]
+        clone.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return clone

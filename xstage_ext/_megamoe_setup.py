@@ -45,8 +45,14 @@ def agree(
     Raises
     ------
     WorkspaceError
-        Names each field in which the ranks differ.
+        Names each field in which the ranks differ; or the layer was made for other ranks.
     """
+    present = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+    if present != world:
+        raise WorkspaceError(
+            f"xstage.MegaMoE: made for a group of {world} ranks, got one of {present}; make a new "
+            "layer and load its weights"
+        )
     if world == 1:
         return reason
     everyone: list[tuple[str | None, dict[str, object]]] = [(None, {})] * world

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -373,6 +374,9 @@ class SymmetricWorkspace:
         Peers that still wait for this rank raise PeerError.
         """
         self._resources.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise WorkspaceError("workspace: its memory belongs to this process; it cannot be copied")
 
     def __enter__(self) -> SymmetricWorkspace:
         return self

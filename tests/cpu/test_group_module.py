@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import pathlib
+import pickle
 import subprocess
 import sys
 from typing import Any
@@ -16,6 +18,7 @@ from tests.cpu.test_megamoe_module import small as small_moe
 from tests.cpu.test_megamoe_module import tokens
 from tests.cpu.test_ulysses import operands
 from tests.cpu.test_ulysses import small as small_attention
+from tests.ranks import launch
 from tests.ranks.moe import ROUNDED
 from xstage_ext import MegaMoE, SymmetricWorkspace, UlyssesAttention
 from xstage_ext._backends import LocalMemory
@@ -77,6 +80,29 @@ def test_a_module_is_loaded_in_another_process(kind: str, tmp_path: pathlib.Path
     module.close()
 
 
+def test_a_module_that_rank_0_saved_serves_every_rank(tmp_path: pathlib.Path) -> None:
+    for outcome in launch("attention.loaded_from_rank_0", 2, path=str(tmp_path / "saved.pt")):
+        assert outcome.code == 0, str(outcome)
+
+
+def test_a_layer_for_other_ranks_is_refused_when_prepared() -> None:
+    moe = small_moe()
+    moe.problem = dataclasses.replace(moe.problem, world=2)
+    with pytest.raises(WorkspaceError, match="made for a group of 2 ranks, got one of 1"):
+        moe.prepare()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_workspaces_and_leases_are_not_copied(copied: Any) -> None:
+    with SymmetricWorkspace(nbytes=4096, device="cpu") as workspace:
+        lease = workspace.channel("one", 1024)
+        with pytest.raises(WorkspaceError, match="cannot be copied"):
+            copied(workspace)
+        if copied is not copy.copy:
+            with pytest.raises(WorkspaceError, match="cannot be copied"):
+                copied(lease)
+
+
 # --- memory that was given back -----------------------------------------------------------------
 
 
@@ -114,6 +140,9 @@ def test_a_compiled_layer_that_shares_a_released_lease_raises() -> None:
     assert torch.equal(compiled(*given), sharer(*given))
     owner.close()
     with pytest.raises(Exception, match="was released"):
+        compiled(*given)
+    sharer.close()
+    with pytest.raises(Exception, match="it is closed"):
         compiled(*given)
 
 

@@ -243,3 +243,19 @@ def disagree(place: Place, **by_field: list[Any]) -> None:
     module = UlyssesAttention(heads, head_dim, device="cpu", **options)
     workspace = SymmetricWorkspace(None, 1 << 24, device="cpu")
     reported(lambda: module.prepare(100, workspace=workspace))
+
+
+def loaded_from_rank_0(place: Place, path: str) -> None:
+    """All ranks load the prepared module that rank 0 saved; each takes its own place."""
+    place.join("gloo")
+    original = UlyssesAttention(4, 64, device=place.device)
+    original.prepare(50)
+    if place.rank == 0:
+        torch.save(original, path)
+    dist.barrier()
+    loaded = torch.load(path, weights_only=False)
+    assert (loaded.path, loaded.rank, loaded.world) == (None, place.rank, place.world)
+    for module in (loaded, original):
+        assert_right(place, module, 50, 4, 4, seed=3)
+        module.close()
+    dist.destroy_process_group()
