@@ -122,6 +122,11 @@ class AttentionMemory:
                 f"outputs, prepared are {self.sizes}; prepare() for the largest shape"
             )
 
+    def require_held(self) -> None:
+        """Raise once the module that reserved the channels has given them back."""
+        if self.outputs is not None:
+            self.outputs.require_held()
+
     def reserve(
         self,
         needed: tuple[int, int],
@@ -143,8 +148,7 @@ class AttentionMemory:
     def share(self, other: AttentionMemory, needed: tuple[int, int]) -> None:
         """Use another module's channels."""
         other.require(needed, f"sharing with {self.name}")
-        if other.outputs is not None:
-            other.outputs.require_held()
+        other.require_held()
         self.workspace, self.inputs, self.outputs = other.workspace, other.inputs, other.outputs
 
     def refuse(self, refusal: Exception) -> None:

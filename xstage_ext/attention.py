@@ -13,8 +13,8 @@ CUDA graphs and torch.compile (`fullgraph=True`): first `prepare` and one eager 
 A captured call uses a slot that eager calls no longer touch; its result is valid until the next
 replay. Every rank captures and replays the same calls in the same order; `slots=4` keeps replays
 from waiting for each other's slots. Compiled calls do not look for faults: call `check()`.
-Calls on several streams: order them alike on every rank (events), as communicators of NCCL.
-Has run on CPUs and on two H200; on more GPUs not yet.
+Calls on several streams: order them alike on every rank, as communicators of NCCL. Has run on CPUs
+and on two H200; on more GPUs not yet.
 """
 
 from __future__ import annotations
@@ -320,7 +320,8 @@ class UlyssesAttention(GroupModule):
         WorkspaceError
             Larger than prepared, ranks disagree in rows, or the module is closed.
         PeerTimeout, PeerError
-            On the CPU from this call; on CUDA from the next call or `check`.
+            On the CPU from this call; on CUDA from the next call or `check`. Not on path "torch",
+            where peers of a rank that refuses a call wait as in any call of torch.distributed.
         """
         try:
             refuse_options(attn_mask, dropout_p)
@@ -372,8 +373,7 @@ class UlyssesAttention(GroupModule):
         assert self._route is not None
         outputs = self._memory.outputs
         if outputs is None or torch.compiler.is_compiling():
-            if outputs is not None:
-                outputs.require_held()
+            self._memory.require_held()
             return run(self._route, operands, self._words_of(shape), meaning)
         with outputs.guard():
             outputs.workspace.begin()
