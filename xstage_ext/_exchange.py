@@ -91,7 +91,11 @@ class Exchange:
         if self._store is None:
             return
         try:
-            self._store.set(f"{what}/{self.rank}", text)
+            key = f"{what}/{self.rank}"
+            self._store.set(key, text)
+            # A set is not acknowledged, a question behind it is: peers that hear of the fault by
+            # shared memory find the text.
+            self._store.check([key])
         except Exception:  # noqa: BLE001 - the store may be gone; peers are told otherwise too
             return
 
