@@ -171,14 +171,7 @@ _SCALARS: Sequence[str] = (
     "num_query",
     "direction",
     "slots",
-    "block_m",
-    "block_n",
-    "num_sms",
-    "tile_order",
-    "store_path",
-    "slice_bytes",
-    "slice_steps",
-    "completion",
+    *LAUNCH_FIELDS,
     "row_pad",
 )
 _Wire = dataclasses.make_dataclass(
