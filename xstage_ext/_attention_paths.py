@@ -63,6 +63,7 @@ class CallWords:
         rank: int,
         inputs: ChannelLease | None,
         outputs: ChannelLease | None,
+        digest: int,
     ) -> CallWords:
         """Words of a plan over the leases; without leases (torch path) they stay empty."""
         phase = plan.head_phase(rank)
@@ -82,8 +83,8 @@ class CallWords:
             tuple(plan.to_sequence().words()),
             tuple(local.words()),
             phase,
-            () if inputs is None else tuple(inputs.words()),
-            tuple(outputs.words()),
+            () if inputs is None else tuple(inputs.words(digest)),
+            tuple(outputs.words(digest)),
         )
 
 

@@ -13,6 +13,7 @@ from ._attention_paths import Operands
 from .channel import ChannelLease
 from .errors import PeerError, WorkspaceError, XStageError
 from .key_segments import segments_from_mask
+from .planner import wire
 from .planner.attention import MAX_RANKS, AttentionPlan
 from .planner.attention_choice import HEAD_DIMS, AttentionProblem, decide
 from .support import describe, device_reason, why_not
@@ -105,6 +106,7 @@ class AttentionMemory:
         self.workspace: SymmetricWorkspace | None = None
         self.inputs: ChannelLease | None = None
         self.outputs: ChannelLease | None = None
+        self.digest = 0
         self._owned: list[ChannelLease | SymmetricWorkspace] = []
 
     @property
@@ -144,12 +146,15 @@ class AttentionMemory:
             self.inputs = workspace.channel(f"{self.name} inputs", needed[0], counter_bytes=0)
             self._owned.insert(0, self.inputs)
         self.workspace = workspace
+        self.digest = wire.digest(self.outputs.enrol(self.name))
 
     def share(self, other: AttentionMemory, needed: tuple[int, int]) -> None:
         """Use another module's channels."""
         other.require(needed, f"sharing with {self.name}")
         other.require_held()
         self.workspace, self.inputs, self.outputs = other.workspace, other.inputs, other.outputs
+        assert self.outputs is not None
+        self.digest = wire.digest(self.outputs.enrol(self.name))
 
     def refuse(self, refusal: Exception) -> None:
         """Tell the peers that this rank makes no such call; without channels nobody can be told.

@@ -151,8 +151,8 @@ def _error_of(
     if record.kind == _PLAN_DIFFERS:
         return WorkspaceError(
             f"{me} and {peer} made different calls {where}: digest of plan and shapes "
-            f"{record.expected:#08x} here, {record.seen:#08x} there; all ranks must pass the same "
-            "plan and sizes in the same order",
+            f"{record.expected:#08x} here, {record.seen:#08x} there; all ranks must call the same "
+            "modules, with the same plan and sizes, in the same order",
         )
     if record.kind == _BAD_EXPERT:
         expert = record.seen - (1 << 64) if record.seen >> 63 else record.seen

@@ -387,7 +387,8 @@ class UlyssesAttention(GroupModule):
             inputs, outputs = self._memory.inputs, self._memory.outputs
             if outputs is not None:
                 self._memory.require(workspace_bytes(plan, problem), f"shape {shape}")
-            words = self._words[shape] = CallWords.of(problem, plan, self.rank, inputs, outputs)
+            words = CallWords.of(problem, plan, self.rank, inputs, outputs, self._memory.digest)
+            self._words[shape] = words
         return words
 
     def _refuse(self, refusal: Exception) -> NoReturn:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import traceback
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,12 @@ from .errors import WorkspaceError
 
 if TYPE_CHECKING:
     from .workspace import SymmetricWorkspace
+
+
+def distinct(name: str, taken: Collection[str]) -> str:
+    """The name, or "name (2)" and so on where it is taken."""
+    numbered = (f"{name} ({number})" for number in itertools.count(2))
+    return next(one for one in itertools.chain([name], numbered) if one not in taken)
 
 
 class ChannelLease:
@@ -46,6 +53,7 @@ class ChannelLease:
         self.reserved_bytes = round_up(nbytes)
         self.counter_bytes = nbytes if counter_bytes is None else counter_bytes
         self.released = False
+        self._users: list[str] = []
         self._words: dict[int, list[int]] = {}
 
     def require_held(self) -> None:
@@ -55,6 +63,15 @@ class ChannelLease:
                 f"workspace: channel {self.name!r} was released, by close() of the module that "
                 "reserved it; those that share it end too: close() and prepare() them again"
             )
+
+    def enrol(self, name: str) -> str:
+        """A name for one more module that calls on this channel, unlike those of the others.
+
+        In the digests of its calls, it shows when ranks call the modules in another order. Every
+        rank enrols the same modules in the same order.
+        """
+        self._users.append(distinct(name, self._users))
+        return self._users[-1]
 
     def words(self, digest: int = 0, rank: int | None = None) -> list[int]:
         """The `workspace` argument of an operator for one call.

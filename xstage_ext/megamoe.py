@@ -245,7 +245,8 @@ class MegaMoE(GroupModule):
                 self.name, self.decision.bytes, counter_bytes=counter_bytes(plan)
             )
             self._owned.callback(self._lease.release)
-        self._digest = wire.digest(self.name, plan.words(), self.clamp, self.routed_scaling_factor)
+        me = self._lease.enrol(self.name)
+        self._digest = wire.digest(me, plan.words(), self.clamp, self.routed_scaling_factor)
         self._words = plan.words(), self._lease.words(self._digest)
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from . import _env, _faults
 from ._exchange import Exchange
 from ._groups import check_agreement, check_placement, choose_backend, group_facts, open_memory
 from ._resources import Resources, round_up
-from .channel import ChannelLease
+from .channel import ChannelLease, distinct
 from .errors import PeerError, WorkspaceError, XStageError
 
 _DEFAULT_TIMEOUT_MS = 300_000
@@ -183,7 +183,7 @@ class SymmetricWorkspace:
         Parameters
         ----------
         name
-            For error texts; the same on every rank.
+            For error texts, with a number where it is taken; the same on every rank.
         nbytes
             Size of the region. It starts at a multiple of 1024 bytes and is zero.
         counter_bytes
@@ -207,6 +207,7 @@ class SymmetricWorkspace:
                 f"workspace: channel {name!r}: needs {size} bytes in one piece, the workspace has "
                 f"{self.nbytes} of which {used} are reserved; make it with a larger nbytes"
             )
+        name = distinct(name, [taken.name for taken in self._leases.values()])
         lease = ChannelLease(self, name, index, offset, nbytes, counter_bytes)
         self._zero_channel(lease, everything=True)
         self._leases[index] = lease

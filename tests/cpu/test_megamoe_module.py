@@ -141,11 +141,16 @@ def test_layers_share_the_memory_of_one() -> None:
         assert outcome.facts["bytes"] < outcome.facts["one"] + 2048
 
 
-def test_layers_called_in_another_order_are_noticed() -> None:
-    for outcome in launch("moe.other_order", 2):
+def test_layers_of_one_name_called_in_another_order_are_told_apart() -> None:
+    for outcome in launch("moe.other_order", 2, shared=True):
         assert outcome.code == 7, str(outcome)
         assert outcome.facts["error"] in ("WorkspaceError", "PeerError")
     assert "differ" in outcome.facts["text"]
+    for outcome, channel in zip(
+        launch("moe.other_order", 2, shared=False), ("megamoe", "megamoe (2)"), strict=True
+    ):
+        assert outcome.code == 7, str(outcome)
+        assert f"(channel {channel!r}, call 2)" in outcome.facts["text"], str(outcome)
 
 
 def test_layers_side_by_side_in_one_workspace() -> None:

@@ -310,6 +310,12 @@ def test_layers_share_memory() -> None:
     first.close()
 
 
+def test_modules_of_one_name_called_in_another_order_are_told_apart() -> None:
+    for outcome in launch("attention.other_order", 2):
+        assert outcome.facts["error"] in ("WorkspaceError", "PeerError"), str(outcome)
+        assert "made different calls" in outcome.facts["text"] or "gave up" in outcome.facts["text"]
+
+
 def test_impl_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="impl: expected one of"):
         small(impl="fa2")

@@ -196,6 +196,17 @@ def refused_calls(place: Place, prepared: bool) -> None:
     assert_right(place, module, 65, 4, 4, 1)
 
 
+def other_order(place: Place) -> None:
+    """Two modules of one name and shape share memory, and rank 1 calls them in another order."""
+    place.join("gloo")
+    first, second = (UlyssesAttention(4, 64, device=place.device) for _ in range(2))
+    first.prepare(100)
+    second.prepare(100, share=first)
+    order = [first, second] if place.rank == 0 else [second, first]
+    q, k, v = whole(place, 50, 4, 4, 64)
+    reported(lambda: [module(q, k, v) for module in order])
+
+
 def dead_peer(place: Place) -> None:
     """Rank 1 dies before its part of a call."""
     place.join("gloo")

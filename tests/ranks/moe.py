@@ -219,12 +219,13 @@ def subgroups(place: Place, groups: list[list[int]]) -> None:
 
 
 @grouped
-def other_order(place: Place) -> None:
-    """Two layers of one lease, called in another order by rank 1: found by their digests."""
-    first = layer(place)
-    second = layer(place, name="second")
-    first.prepare()
-    second.prepare(share=first)
-    order = [first, second] if place.rank == 0 else [second, first]
-    given = tokens(place.rank, 0, 20)
-    reported(lambda: [moe(*given) for moe in order])
+def other_order(place: Place, shared: bool) -> None:
+    """Two layers of one name and plan, called in another order by rank 1."""
+    first, second = layer(place), layer(place)
+    nbytes = region_bytes([first.bytes(), second.bytes()])
+    with SymmetricWorkspace(None, nbytes, device=place.device, timeout_ms=1500) as workspace:
+        first.prepare(workspace)
+        second.prepare(*(() if shared else (workspace,)), share=first if shared else None)
+        order = [first, second] if place.rank == 0 else [second, first]
+        given = tokens(place.rank, 0, 20)
+        reported(lambda: [moe(*given) for moe in order])
