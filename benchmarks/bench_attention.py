@@ -14,7 +14,8 @@ Every rank holds all rows of its heads, as behind the first All-to-All. Arms, ea
   cudnn + nccl          what users run today
 Arms are interleaved, each sample is the maximum over ranks, and results are compared before timing.
 `over_fa3` is the median over rounds of an arm's time over that of `fa3` in the same round, with
-its 95% interval.
+its 95% interval; for `fused` and `fused burst` of a measurement of its own, in which only these and
+`fa3` take turns (`_alternate.py`).
 `predicted_us` is the planner's, from the profile of this machine.
 With two ranks half of the rows are remote; in a group of eight it would be 7/8.
 """
@@ -31,6 +32,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _alternate import over_base
 from _ranks import local_rank
 from _report import ResultWriter, Row, line
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -38,7 +40,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from xstage_ext.planner.attention import AttentionPlan, even_split
 from xstage_ext.planner.attention_choice import AttentionProblem, decide
 from xstage_ext.reference_attention import attention as reference
-from xstage_ext.testing import Timing, graph_of, max_over_ranks, time_arms
+from xstage_ext.testing import Ratio, Timing, graph_of, max_over_ranks, time_arms
 from xstage_ext.workspace import SymmetricWorkspace, region_bytes
 
 Call = Callable[[], torch.Tensor]
@@ -49,6 +51,9 @@ PREDICTED = {
     "fa3 + a2a": "serial",
 }
 """What the planner calls an arm."""
+CLOSE = ("fa3", "fused", "fused burst")
+"""Arms that differ by a percent."""
+CLOSE_SECONDS = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,23 +245,45 @@ class Bench:
         ok = self.check(arms)
         replays = {name: graph_of(call, self.calls, warm_ups=2) for name, call in arms.items()}
         timings = time_arms(replays, pairs=pairs)
+        ratios = self.ratios(replays, timings)
         sender = {name: kernel_us(replays[name], "fa3_kernel") for name in arms if "fused" in name}
         torch.cuda.synchronize()
         if self.workspace is not None:
             self.workspace.check()
         for lease in self.leases:
             lease.release()
-        return [self.row(name, timings, ok[name], sender.get(name)) for name in arms]
+        return [self.row(name, timings, ratios, ok[name], sender.get(name)) for name in arms]
 
-    def row(self, name: str, timings: dict[str, Timing], ok: bool, sender_us: float | None) -> Row:
+    def ratios(
+        self, replays: dict[str, Callable[[], None]], timings: dict[str, Timing]
+    ) -> dict[str, tuple[Ratio, int]]:
+        """Times over `fa3`, and the number of rounds or blocks behind each."""
+        base = timings["fa3"]
+        ratios = {name: (timing.over(base), timing.n) for name, timing in timings.items()}
+        if self.world > 1:
+            close = {name: replays[name] for name in CLOSE}
+            round_us = sum(timings[name].us_median for name in CLOSE)
+            found, blocks = over_base(close, "fa3", round_us, CLOSE_SECONDS)
+            ratios |= {name: (ratio, blocks) for name, ratio in found.items()}
+        return ratios
+
+    def row(
+        self,
+        name: str,
+        timings: dict[str, Timing],
+        ratios: dict[str, tuple[Ratio, int]],
+        ok: bool,
+        sender_us: float | None,
+    ) -> Row:
         problem = self.problem
         timing = timings[name]
         us = timing.us_median / self.calls
         remote = (problem.rows - self.plan.rows[self.rank]) * problem.heads * problem.head_dim * 2
         extra: dict[str, float | str] = {}
         if name != "fa3":
-            over = timing.over(timings["fa3"])
+            over, number = ratios[name]
             extra |= {"over_fa3": over.median, "over_low": over.low, "over_high": over.high}
+            extra["over_n"] = number
         if sender_us is not None:
             extra["sender_us"] = round(sender_us, 2)
         step = PREDICTED.get(name)
