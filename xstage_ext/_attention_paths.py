@@ -154,13 +154,18 @@ def _by_torch(
 def _torch_attention(
     operands: Operands, kv_group: int, head_phase: int, meaning: Semantics
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    refuse_lse(meaning)
+    out = sdpa(*operands, meaning, kv_group, head_phase)
+    return out, out.new_empty(0, dtype=torch.float32)
+
+
+def refuse_lse(meaning: Semantics) -> None:
+    """What torch's attention does not give."""
     if meaning.want_lse:
         raise NotImplementedError(
             "xstage.UlyssesAttention: return_lse: torch's attention gives no log-sum-exp; see "
             "fallback_reason for why it is used"
         )
-    out = sdpa(*operands, meaning, kv_group, head_phase)
-    return out, out.new_empty(0, dtype=torch.float32)
 
 
 def sdpa(

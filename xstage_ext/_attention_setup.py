@@ -1,4 +1,4 @@
-"""What `UlyssesAttention` decides before its first call: path, memory, words of the ops."""
+"""What `UlyssesAttention` decides before a call: which path, and what it refuses."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ import torch.distributed as dist
 
 from . import _env
 from ._attention_paths import Operands
-from .channel import ChannelLease
 from .errors import PeerError, WorkspaceError, XStageError
 from .key_segments import segments_from_mask
-from .planner import wire
 from .planner.attention import MAX_RANKS, AttentionPlan
-from .planner.attention_choice import HEAD_DIMS, AttentionProblem, decide
+from .planner.attention_choice import HEAD_DIMS, AttentionDecision, AttentionProblem, decide
 from .support import describe, device_reason, why_not
-from .workspace import SymmetricWorkspace, region_bytes
 
 IMPLS = ("auto", "fa3", "fa4", "torch")
 PATHS = ("fused", "serial", "torch")
@@ -98,88 +95,6 @@ def workspace_bytes(plan: AttentionPlan, problem: AttentionProblem) -> tuple[int
     return (0 if problem.world == 1 else inputs), outputs
 
 
-class AttentionMemory:
-    """The channels of a module: one for q, k and v behind the All-to-All, one for results."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.workspace: SymmetricWorkspace | None = None
-        self.inputs: ChannelLease | None = None
-        self.outputs: ChannelLease | None = None
-        self.digest = 0
-        self._owned: list[ChannelLease | SymmetricWorkspace] = []
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Bytes for inputs and for outputs."""
-        leases = (self.inputs, self.outputs)
-        inputs, outputs = (0 if lease is None else lease.nbytes for lease in leases)
-        return inputs, outputs
-
-    def require(self, needed: tuple[int, int], what: str) -> None:
-        """Raise unless the channels are large enough."""
-        if any(have < need for have, need in zip(self.sizes, needed, strict=True)):
-            raise WorkspaceError(
-                f"xstage.UlyssesAttention: {self.name}: {what} needs {needed} bytes for inputs and "
-                f"outputs, prepared are {self.sizes}; prepare() for the largest shape"
-            )
-
-    def require_held(self) -> None:
-        """Raise once the module that reserved the channels has given them back."""
-        if self.outputs is not None:
-            self.outputs.require_held()
-
-    def reserve(
-        self,
-        needed: tuple[int, int],
-        workspace: SymmetricWorkspace | None,
-        group: dist.ProcessGroup | None,
-        device: torch.device,
-    ) -> None:
-        """Take channels of a workspace, or make one; collective."""
-        if workspace is None:
-            workspace = SymmetricWorkspace(group, region_bytes(needed), device=device)
-            self._owned.append(workspace)
-        self.outputs = workspace.channel(f"{self.name} outputs", needed[1], counter_bytes=0)
-        self._owned.insert(0, self.outputs)
-        if needed[0]:
-            self.inputs = workspace.channel(f"{self.name} inputs", needed[0], counter_bytes=0)
-            self._owned.insert(0, self.inputs)
-        self.workspace = workspace
-        self.digest = wire.digest(self.outputs.enrol(self.name))
-
-    def share(self, other: AttentionMemory, needed: tuple[int, int]) -> None:
-        """Use another module's channels."""
-        other.require(needed, f"sharing with {self.name}")
-        other.require_held()
-        self.workspace, self.inputs, self.outputs = other.workspace, other.inputs, other.outputs
-        assert self.outputs is not None
-        self.digest = wire.digest(self.outputs.enrol(self.name))
-
-    def refuse(self, refusal: Exception) -> None:
-        """Tell the peers that this rank makes no such call; without channels nobody can be told.
-
-        A refused call counts as a call: with an earlier fault behind it, it joins the peers' reset.
-        """
-        if self.outputs is None:
-            return
-        try:
-            self.outputs.workspace.begin()
-            self.outputs.refuse(f"{type(refusal).__name__}: {refusal}".splitlines()[0])
-        except XStageError as fault:
-            raise refusal from fault
-
-    def close(self) -> None:
-        """Give back what was reserved here; local, idempotent."""
-        for owned in self._owned:
-            if isinstance(owned, ChannelLease):
-                owned.release()
-            else:
-                owned.close()
-        self._owned.clear()
-        self.workspace = self.inputs = self.outputs = None
-
-
 def first_path(
     problem: AttentionProblem, device: torch.device, impl: str, source: str
 ) -> tuple[str, str | None]:
@@ -193,6 +108,16 @@ def first_path(
     if whole and has_kernel("ulysses_a2a", device):
         return "serial", reason
     return "torch", reason
+
+
+def decided(
+    problem: AttentionProblem, fields: Mapping[str, int]
+) -> tuple[AttentionDecision | None, XStageError | None]:
+    """The planner's choice, or why this rank has none."""
+    try:
+        return decide(problem, None, **fields), None
+    except XStageError as error:
+        return None, error
 
 
 def agree_on_path(

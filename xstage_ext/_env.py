@@ -11,8 +11,8 @@ VARIABLES: dict[str, str] = {
     "XSTAGE_BUILD": "build only: `cpu` leaves the kernels out, `cuda` insists on them",
     "XSTAGE_CUTLASS": "build only: CUTLASS checkout, instead of the nvidia-cutlass package",
     "XSTAGE_IMPL": "force `native` or `fallback` for the user-level functions",
-    "XSTAGE_TIMEOUT_MS": "deadline of device waits in milliseconds; 0 waits for ever",
-    "XSTAGE_SETUP_TIMEOUT_MS": "deadline of collective set-up steps in milliseconds",
+    "XSTAGE_TIMEOUT_MS": "deadline of the waits for peers in a call, milliseconds; 0 waits for ever",
+    "XSTAGE_SETUP_TIMEOUT_MS": "deadline of collective set-up steps, milliseconds",
     "XSTAGE_PROFILE": "machine profile (JSON) to use instead of the bundled one",
     "XSTAGE_PLANS": "table of plans timed on this machine, written by `xstage tune`",
 }
@@ -20,6 +20,7 @@ VARIABLES: dict[str, str] = {
 
 _LEAST_MS = {"XSTAGE_TIMEOUT_MS": 0, "XSTAGE_SETUP_TIMEOUT_MS": 1}
 _MOST_MS = (1 << 31) - 1
+_DEFAULT_TIMEOUT_MS = 300_000
 
 
 def get(name: str) -> str | None:
@@ -38,6 +39,11 @@ def get(name: str) -> str | None:
         if not value.isdecimal() or not least <= int(value) <= _MOST_MS:
             raise XStageError(f"xstage: {name}: expected {least} to {_MOST_MS} ms, got {value}")
     return value
+
+
+def timeout_ms() -> int:
+    """Deadline of every wait of a call, unless its caller sets another; 0: none."""
+    return int(get("XSTAGE_TIMEOUT_MS") or _DEFAULT_TIMEOUT_MS)
 
 
 def given() -> dict[str, str]:

@@ -30,11 +30,12 @@ class Exchange:
         Deadline of each exchange; set-up always has one.
     """
 
-    def __init__(self, store: Store | None, rank: int, world: int, timeout_ms: int) -> None:
+    def __init__(self, store: Store | None, rank: int, world: int, timeout_ms: float) -> None:
         self.rank = rank
         self.world = world
         self.seconds = timeout_ms / 1000
         self._round = 0
+        self._read = 0  # the last round that every rank has read, as far as this one knows
         self._store: Store | None = None
         self.uid = "0"
         if store is None or world == 1:
@@ -64,16 +65,24 @@ class Exchange:
         """
         if self._store is None:
             return [value]
-        self._round += 1
+        self.answer(value, what)
         keys = [f"{self._round}/{r}" for r in range(self.world)]
         with _store_errors(self, what):
-            self._store.set(keys[self.rank], json.dumps(value))
             self._wait(keys, what)
-            values = [json.loads(self._store.get(key)) for key in keys]
-            # Whoever has posted this round has read the previous one.
-            if self._round > 1:
-                self._store.delete_key(f"{self._round - 1}/{self.rank}")
+            values = [json.loads(text) for text in self._store.multi_get(keys)]
+            # Whoever has posted this round has read those before it, or never will.
+            for old in range(self._read + 1, self._round):
+                self._store.delete_key(f"{old}/{self.rank}")
+            self._read = self._round - 1
         return values
+
+    def answer(self, value: Any, what: str) -> None:
+        """The part in an all-gather of a rank that does not wait for the others' values."""
+        if self._store is None:
+            return
+        self._round += 1
+        with _store_errors(self, what):
+            self._store.set(f"{self._round}/{self.rank}", json.dumps(value))
 
     def barrier(self, what: str) -> None:
         """Return when every rank has come; errors as in `all_gather`."""
@@ -123,19 +132,17 @@ class Exchange:
         deadline = time.monotonic() + self.seconds
         missing = list(range(self.world))
         pause = 0.0002
-        while True:
+        while not self._store.check(keys):
             missing = [r for r in missing if not self._store.check([keys[r]])]
-            if not missing:
-                return
             self._expect_open(keys, missing, what)
             left = deadline - time.monotonic()
-            if left <= 0:
+            if missing and left <= 0:
                 raise PeerTimeout(
                     f"rank {self.rank} of {self.world} waited {self.seconds * 1000:.0f} ms for "
                     f"rank {_listed(missing)} in {what}"
                 )
             # Polling: the store's own wait prints a warning whenever it is interrupted.
-            time.sleep(min(pause, left))
+            time.sleep(max(0.0, min(pause, left)))
             pause = min(pause * 1.5, 0.02)
 
     def _expect_open(self, keys: list[str], missing: list[int], what: str) -> None:
@@ -148,8 +155,8 @@ class Exchange:
             reason = self.reason_of(rank)
             raise PeerError(
                 f"rank {self.rank} of {self.world} needs rank {rank} in {what}, but rank {rank} "
-                f"has closed its workspace{f': {reason}' if reason else ''}; make a new one on "
-                "all ranks"
+                f"has closed its workspace or module{f': {reason}' if reason else ''}; make a new "
+                "one on all ranks"
             )
 
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from . import _env
 from ._groups import differences
-from .errors import WorkspaceError, XStageError
+from .errors import PlanError, WorkspaceError, XStageError
 from .planner import choose
 from .planner.megamoe import MegaMoePlan
 from .planner.problem import MoEProblem
 from .support import describe, device_reason, why_not
 
 IMPLS = ("auto", "native", "fallback")
-INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 def new_weight(*shape: int, device: torch.device) -> torch.nn.Parameter:
@@ -36,7 +34,11 @@ def wanted_impl(impl: str) -> tuple[str, str]:
 
 
 def agree(
-    group: dist.ProcessGroup | None, world: int, reason: str | None, facts: dict[str, object]
+    group: dist.ProcessGroup | None,
+    world: int,
+    reason: str | None,
+    facts: dict[str, object],
+    refusal: XStageError | None,
 ) -> str | None:
     """Why all ranks fall back, or None; collective, on the host.
 
@@ -44,6 +46,8 @@ def agree(
 
     Raises
     ------
+    PlanError
+        A rank found no plan (`refusal`); names it and says why.
     WorkspaceError
         Names each field in which the ranks differ; or the layer was made for other ranks.
     """
@@ -55,12 +59,16 @@ def agree(
         )
     if world == 1:
         return reason
-    everyone: list[tuple[str | None, dict[str, object]]] = [(None, {})] * world
-    dist.all_gather_object(everyone, (reason, facts), group=group)
-    for rank, (theirs, _) in enumerate(everyone):
+    own = (reason, None if refusal is None else str(refusal), facts)
+    everyone: list[tuple[str | None, str | None, dict[str, object]]] = [own] * world
+    dist.all_gather_object(everyone, own, group=group)
+    for rank, (_, text, _) in enumerate(everyone):
+        if text is not None:
+            raise PlanError(f"xstage.MegaMoE: rank {rank} has no plan: {text}") from refusal
+    for rank, (theirs, _, _) in enumerate(everyone):
         if theirs is not None:
             return theirs if theirs == reason else f"rank {rank}: {theirs}"
-    problems = differences([theirs for _, theirs in everyone])
+    problems = differences([theirs for _, _, theirs in everyone])
     if problems:
         raise WorkspaceError(f"xstage.MegaMoE: ranks disagree in {'; '.join(problems)}")
     return None
@@ -82,6 +90,17 @@ def given_fields(plan: dict[str, int] | None, device: torch.device) -> dict[str,
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         given.setdefault("num_sms", num_sms // 2 * 2)
     return given
+
+
+def refuse_late_prepare(name: str, closed: bool, device: torch.device) -> None:
+    """Where a layer that is not prepared cannot be called."""
+    if closed:
+        raise WorkspaceError(f"xstage.MegaMoE: {name}: it is closed")
+    late = "call prepare() on every rank before the first call is captured or compiled"
+    if torch.compiler.is_compiling():
+        raise RuntimeError(late)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise WorkspaceError(f"xstage.MegaMoE: {name}: {late}")
 
 
 def differing(one: MegaMoePlan | None, other: MegaMoePlan) -> str:
@@ -107,75 +126,3 @@ def _(problem: MoEProblem, device: torch.device) -> str:
         f"{decision.bytes / 1e6:.0f} MB of workspace per rank: {decision.reason} "
         f"(profile {decision.profile}, {decision.provenance})"
     )
-
-
-def check_types(x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> None:
-    """Types that no path accepts."""
-    if x.dtype != torch.bfloat16:
-        raise TypeError(f"xstage.megamoe: x: expected torch.bfloat16, got {x.dtype}")
-    if topk_idx.dtype not in INDEX_DTYPES:
-        text = f"expected torch.int32 or torch.int64, got {topk_idx.dtype}"
-        raise TypeError(f"xstage.megamoe: topk_idx: {text}")
-    if not topk_weights.dtype.is_floating_point:
-        text = f"expected a floating-point dtype, got {topk_weights.dtype}"
-        raise TypeError(f"xstage.megamoe: topk_weights: {text}")
-
-
-def check_grad(**tensors: torch.Tensor) -> None:
-    """Nothing that autograd would ask for its part in the result."""
-    wanting = [name for name, tensor in tensors.items() if tensor.requires_grad]
-    if wanting and torch.is_grad_enabled():
-        raise TypeError(
-            f"xstage.megamoe: {' and '.join(wanting)}: requires grad, and there is no backward; "
-            "call under torch.no_grad(), or detach it or switch its requires_grad off"
-        )
-
-
-def checked_num_tokens(num_tokens: object, x: torch.Tensor) -> int | torch.Tensor | None:
-    """How many rows of x are tokens: an integer of any type as int, a tensor as it is."""
-    if num_tokens is None:
-        return None
-    if isinstance(num_tokens, torch.Tensor):
-        if num_tokens.dtype not in INDEX_DTYPES or num_tokens.numel() != 1:
-            raise TypeError(
-                "xstage.megamoe: num_tokens: expected one element of torch.int32 or torch.int64, "
-                f"got {num_tokens.dtype} {list(num_tokens.shape)}"
-            )
-        return num_tokens
-    if not isinstance(num_tokens, (int, np.integer)):
-        text = f"expected an integer or a tensor of one, got {num_tokens!r}"
-        raise TypeError(f"xstage.megamoe: num_tokens: {text}")
-    rows = x.shape[0] if x.dim() else 0
-    if not 0 <= num_tokens <= rows:
-        text = f"expected 0 to {rows} (rows of x), got {num_tokens}"
-        raise ValueError(f"xstage.megamoe: num_tokens: {text}")
-    return int(num_tokens)
-
-
-def check_shapes(
-    problem: MoEProblem, x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor
-) -> None:
-    """What the native operator checks itself, for the fallback."""
-    tokens = x.shape[0] if x.dim() else 0
-    wanted = {"topk_idx": [tokens, problem.topk], "topk_weights": [tokens, problem.topk]}
-    wanted["x"] = [tokens, problem.hidden]
-    for name, tensor in (("x", x), ("topk_idx", topk_idx), ("topk_weights", weights)):
-        if list(tensor.shape) != wanted[name]:
-            text = f"expected {wanted[name]}, got {list(tensor.shape)}"
-            raise RuntimeError(f"xstage.megamoe: {name}: {text}")
-    if tokens > problem.max_tokens:
-        text = f"expected at most {problem.max_tokens} (max_tokens), got {tokens}"
-        raise RuntimeError(f"xstage.megamoe: x: tokens: {text}")
-
-
-def check_out(problem: MoEProblem, x: torch.Tensor, out: torch.Tensor | None) -> None:
-    """The caller's tensor for the result, if any, as the native operator checks it."""
-    if out is None:
-        return
-    tokens = x.shape[0] if x.dim() else 0
-    wanted = torch.bfloat16, [tokens, problem.hidden]
-    if (out.dtype, list(out.shape)) != wanted:
-        text = f"expected {wanted[0]} {wanted[1]}, got {out.dtype} {list(out.shape)}"
-        raise RuntimeError(f"xstage.megamoe: out: {text}")
-    if not out.is_contiguous():
-        raise RuntimeError("xstage.megamoe: out: expected a contiguous tensor; call .contiguous()")

@@ -25,14 +25,15 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from ._attention_memory import AttentionMemory
 from ._attention_paths import CallWords, Operands, Route, Semantics, run
 from ._attention_setup import (
-    AttentionMemory,
     agree_on_path,
     capturing,
     check_scale,
     check_tensors,
     copied,
+    decided,
     first_path,
     joined,
     kernel_reason,
@@ -230,8 +231,9 @@ class UlyssesAttention(GroupModule):
         own = first_path(problem, self.device, self._wanted, self._source)
         facts = {field: str(value) for field, value in vars(problem).items()}
         facts |= {"scale": str(self.scale), "plan": str(self._fields)}
-        path, self.fallback_reason = agree_on_path(own, facts, None, self.world, self.group)
-        self.decision = decide(problem, None, **self._fields)
+        self.decision, refusal = decided(problem, self._fields)
+        path, self.fallback_reason = agree_on_path(own, facts, refusal, self.world, self.group)
+        assert self.decision is not None
         if path != "torch":
             try:
                 needed = workspace_bytes(self.decision.plan, problem)
@@ -249,6 +251,8 @@ class UlyssesAttention(GroupModule):
         if path == "fused" and self.decision.action == "serial" and self._wanted == "auto":
             path = "serial"
         self.path = path
+        if path == "torch":
+            self._memory.call_the_roll(self.group)
         local_kernel = kernel_reason(problem, self.device) is None
         self._route = Route(path, self._generation, local_kernel, self.rank, self.world, self.group)
 
@@ -320,8 +324,7 @@ class UlyssesAttention(GroupModule):
         WorkspaceError
             Larger than prepared, ranks disagree in rows, or the module is closed.
         PeerTimeout, PeerError
-            On the CPU from this call; on CUDA from the next call or `check`. Not on path "torch",
-            where peers of a rank that refuses a call wait as in any call of torch.distributed.
+            On the CPU and on path "torch" from this call; on CUDA from the next call or `check`.
         """
         try:
             refuse_options(attn_mask, dropout_p)
@@ -338,8 +341,7 @@ class UlyssesAttention(GroupModule):
                 self._check_tensors(joint, "joint ")
                 q, k, v = joined(joint, (q, k, v), text)
             if key_mask is not None:
-                size = q.shape[0], sum(key_shares)
-                key_segments = one_mask(key_mask, key_segments, size)
+                key_segments = one_mask(key_mask, key_segments, (q.shape[0], sum(key_shares)))
             shape = shares, key_shares, q.shape[0]
             self._check_call((q, k, v), shape)
         except Exception as error:
@@ -360,10 +362,9 @@ class UlyssesAttention(GroupModule):
         words = self._words.get(shape)
         if words is None:
             refuse_first_call(self.name, shape, self._closed, self.device)
-        if torch.compiler.is_compiling():
-            return
-        problem = self._problem(*shape) if words is None else words.problem
-        refuse_shapes(operands, problem, self.rank)
+        if not torch.compiler.is_compiling():
+            problem = self._problem(*shape) if words is None else words.problem
+            refuse_shapes(operands, problem, self.rank)
 
     def _attend(
         self, operands: Operands, shape: Shape, meaning: Semantics
@@ -371,12 +372,10 @@ class UlyssesAttention(GroupModule):
         if self.path is None:
             self._prepare(self._problem(*shape))
         assert self._route is not None
-        outputs = self._memory.outputs
-        if outputs is None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             self._memory.require_held()
             return run(self._route, operands, self._words_of(shape), meaning)
-        with outputs.guard():
-            outputs.workspace.begin()
+        with self._memory.calling(meaning):
             return run(self._route, operands, self._words_of(shape), meaning)
 
     def _words_of(self, shape: Shape) -> CallWords:

@@ -11,21 +11,19 @@ import torch.distributed as dist
 from . import _megamoe_fakes as _megamoe_fakes
 from . import reference
 from ._group_module import GroupModule
+from ._megamoe_calls import Given, accepted, check_out, check_shapes
 from ._megamoe_setup import (
     agree,
-    check_grad,
-    check_out,
-    check_shapes,
-    check_types,
-    checked_num_tokens,
     counter_bytes,
     differing,
     given_fields,
     new_weight,
+    refuse_late_prepare,
     wanted_impl,
 )
+from ._roll_call import RollCall
 from .channel import ChannelLease
-from .errors import PlanError, WorkspaceError
+from .errors import PlanError, WorkspaceError, XStageError
 from .planner import choose, wire
 from .planner.megamoe import MegaMoePlan
 from .planner.problem import MoEProblem
@@ -138,12 +136,13 @@ class MegaMoE(GroupModule):
         self.routed_scaling_factor = routed_scaling_factor
         self.name = name
         self._choice: choose.Decision | None = None
+        self._refusal: XStageError | None = None
         self._wanted, source = wanted_impl(impl)
         self._reason = why_not(self.problem, self.device)
         if self._wanted == "fallback":
             self._reason = f"{source}=fallback"
         if self._reason is None:
-            self._choice = choose.choose(self.problem, None, **given_fields(plan, self.device))
+            self._choose(given_fields(plan, self.device))
         elif self._wanted == "native":
             raise PlanError(f"xstage.MegaMoE: {source}=native, but {self._reason}")
         self._forget()
@@ -155,10 +154,19 @@ class MegaMoE(GroupModule):
 
     # --- set-up -------------------------------------------------------------------------------
 
+    def _choose(self, given: dict[str, int]) -> None:
+        try:
+            self._choice = choose.choose(self.problem, None, **given)
+        except XStageError as error:
+            if self.world == 1:
+                raise
+            self._refusal = error  # `prepare` tells all ranks; alone, this one would leave them
+
     def _forget(self) -> None:
         self.impl: str | None = None
         self.fallback_reason = self._reason
         self._lease: ChannelLease | None = None
+        self._roll_call: RollCall | None = None  # of the fallback
         self._owned = contextlib.ExitStack()  # gives back what `prepare` reserved
         self._words: tuple[list[int], list[int]] = [], []
         self._closed = False
@@ -166,6 +174,8 @@ class MegaMoE(GroupModule):
     @property
     def decision(self) -> choose.Decision | None:
         """The planner's choice, its reason and prediction; None when falling back."""
+        if self._refusal is not None:
+            raise self._refusal
         return None if self.impl == "fallback" else self._choice
 
     @property
@@ -197,14 +207,17 @@ class MegaMoE(GroupModule):
         WorkspaceError
             The ranks disagree (named), or `share` has another plan.
         PlanError
-            impl="native", and the memory cannot be had.
+            A rank found no plan; or impl="native", and the memory cannot be had.
         """
         if self.impl is not None:
             raise WorkspaceError(f"xstage.MegaMoE: {self.name}: prepare: it is prepared already")
         self._closed = False
-        facts: dict[str, object] = {} if self.plan is None else dataclasses.asdict(self.plan)
+        plan = None if self._choice is None else self._choice.plan
+        facts: dict[str, object] = {} if plan is None else dataclasses.asdict(plan)
         facts |= {"clamp": self.clamp, "routed_scaling_factor": self.routed_scaling_factor}
-        self.fallback_reason = agree(self.group, self.problem.world, self._reason, facts)
+        self.fallback_reason = agree(
+            self.group, self.problem.world, self._reason, facts, self._refusal
+        )
         if self.fallback_reason is None and workspace is None and share is None:
             try:
                 workspace = SymmetricWorkspace(
@@ -217,6 +230,8 @@ class MegaMoE(GroupModule):
             if self._wanted == "native":
                 raise PlanError(f"xstage.MegaMoE: impl=native, but {self.fallback_reason}")
             self.impl = "fallback"
+            self._roll_call = RollCall(self.group, self.name)
+            self._owned.callback(self._roll_call.close)
             return
         try:
             self._reserve(workspace, share)
@@ -299,38 +314,25 @@ class MegaMoE(GroupModule):
             On the CPU from this call; on CUDA from the next call or `check`.
         """
         if self.impl is None:
-            self._prepare_late()
-        given = x, topk_idx, topk_weights, num_tokens, out
+            refuse_late_prepare(self.name, self._closed, self.device)
+            self.prepare()
+        given = Given(x, topk_idx, topk_weights, num_tokens, out)
         if self._lease is None:
-            return self._compute(None, *given)
+            return self._fallback(given)
         if torch.compiler.is_compiling():
             # A traced call skips the look at the fault record; `check` takes it.
             self._lease.require_held()
-            return self._compute(self._words, *given)
+            return self._compute(self._words, given)
         with self._lease.guard():
-            return self._compute((self._words[0], self._lease.words(self._digest)), *given)
+            return self._compute((self._words[0], self._lease.words(self._digest)), given)
 
     def check(self, *, synchronize: bool = False) -> None:
         """Raise what an earlier call found; see `SymmetricWorkspace.check`."""
         if self._lease is not None:
             self._lease.workspace.check(synchronize=synchronize)
 
-    def _compute(
-        self,
-        words: tuple[list[int], list[int]] | None,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor,
-        num_tokens: int | torch.Tensor | None,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Natively with the words of a call; without them by the fallback."""
-        check_types(x, topk_idx, topk_weights)
-        check_grad(x=x, topk_weights=topk_weights, w13=self.w13, w2=self.w2)
-        weights = topk_weights.float()
-        num_tokens = checked_num_tokens(num_tokens, x)
-        if words is None:
-            return self._fallback(x, topk_idx, weights, num_tokens, out)
+    def _compute(self, words: tuple[list[int], list[int]], given: Given) -> torch.Tensor:
+        x, topk_idx, weights, num_tokens, out = accepted(given, self.w13, self.w2)
         if not isinstance(num_tokens, int):
             return self._launch(words, x, topk_idx, weights, num_tokens, out)
         if out is None:
@@ -359,16 +361,13 @@ class MegaMoE(GroupModule):
         ops.megamoe_out(out, *tensors, *words, *options)
         return out
 
-    def _fallback(
-        self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        weights: torch.Tensor,
-        num_tokens: int | torch.Tensor | None,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
-        check_shapes(self.problem, x, topk_idx, weights)
-        check_out(self.problem, x, out)
+    def _fallback(self, given: Given) -> torch.Tensor:
+        """By torch and the group's collectives."""
+        assert self._roll_call is not None
+        with self._roll_call.guard():
+            x, topk_idx, weights, num_tokens, out = accepted(given, self.w13, self.w2)
+            check_shapes(self.problem, x, topk_idx, weights)
+            check_out(self.problem, x, out)
         if num_tokens is not None:
             padding = torch.arange(x.shape[0], device=x.device) >= num_tokens
             topk_idx = topk_idx.masked_fill(padding[:, None], -1)
@@ -385,16 +384,6 @@ class MegaMoE(GroupModule):
             expert_load=self.expert_load,
         )
         return y if out is None else out.copy_(y)
-
-    def _prepare_late(self) -> None:
-        if self._closed:
-            raise WorkspaceError(f"xstage.MegaMoE: {self.name}: it is closed")
-        late = "call prepare() on every rank before the first call is captured or compiled"
-        if torch.compiler.is_compiling():
-            raise RuntimeError(late)
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise WorkspaceError(f"xstage.MegaMoE: {self.name}: {late}")
-        self.prepare()
 
     def extra_repr(self) -> str:
         """What printing the module shows."""

@@ -23,7 +23,6 @@ from ._resources import Resources, round_up
 from .channel import ChannelLease, distinct
 from .errors import PeerError, WorkspaceError, XStageError
 
-_DEFAULT_TIMEOUT_MS = 300_000
 _MIN_SETUP_MS = 60_000
 
 
@@ -128,7 +127,7 @@ class SymmetricWorkspace:
         timeout_ms: int | None,
     ) -> None:
         if timeout_ms is None:
-            timeout_ms = int(_env.get("XSTAGE_TIMEOUT_MS") or _DEFAULT_TIMEOUT_MS)
+            timeout_ms = _env.timeout_ms()
         if nbytes < 0 or timeout_ms < 0:
             raise WorkspaceError(
                 f"workspace: nbytes and timeout_ms: expected 0 or more, got {nbytes}, {timeout_ms}"

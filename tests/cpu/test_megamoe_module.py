@@ -88,20 +88,22 @@ def test_all_ranks_fall_back_together() -> None:
         assert outcome.facts["reason"] == f"{by}XSTAGE_IMPL=fallback"
 
 
-def test_one_token_too_many_raises_everywhere_and_recovers() -> None:
-    first, second = launch("moe.too_many_tokens", 2)
+@pytest.mark.parametrize("impl", ["native", "fallback"])
+def test_one_token_too_many_raises_everywhere_and_recovers(impl: str) -> None:
+    first, second = launch("moe.too_many_tokens", 2, impl=impl)
     assert first.code == second.code == 0, f"{first}\n{second}"
     most = SHAPE["max_tokens"]
     assert first.facts["error"] == "RuntimeError"
-    assert f"at most {most} tokens" in first.facts["text"]
+    assert f"at most {most} " in first.facts["text"]
     assert f"got {most + 1}" in first.facts["text"]
     assert second.facts["error"] == "PeerError"
     assert f"got {most + 1}" in second.facts["text"]
     assert first.facts["recovered"] and second.facts["recovered"]
 
 
-def test_peers_hear_of_a_refused_dtype_and_number_of_tokens() -> None:
-    first, second = launch("moe.refused", 2, env={"XSTAGE_TIMEOUT_MS": "8000"})
+@pytest.mark.parametrize("impl", ["native", "fallback"])
+def test_peers_hear_of_a_refused_dtype_and_number_of_tokens(impl: str) -> None:
+    first, second = launch("moe.refused", 2, impl=impl, env={"XSTAGE_TIMEOUT_MS": "8000"})
     assert first.code == second.code == 0, f"{first}\n{second}"
     texts = "x: expected torch.bfloat16, got torch.float32", "num_tokens: expected 0 to 40"
     for own, heard, text, kind in zip(
@@ -109,6 +111,13 @@ def test_peers_hear_of_a_refused_dtype_and_number_of_tokens() -> None:
     ):
         assert own.startswith(kind) and text in own
         assert heard.startswith("PeerError") and text in heard
+
+
+def test_a_rank_without_a_plan_is_named_by_all() -> None:
+    for outcome in launch("moe.bad_table", 2):
+        assert outcome.facts["error"] == "PlanError", str(outcome)
+        said = "rank 1 has no plan: xstage: XSTAGE_PLANS: /nowhere.json: No such file or directory"
+        assert said in outcome.facts["text"]
 
 
 def test_a_dead_peer_is_named() -> None:

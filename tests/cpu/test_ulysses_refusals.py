@@ -21,11 +21,16 @@ def small(**options: Any) -> UlyssesAttention:
     return UlyssesAttention(4, 64, device="cpu", **options)
 
 
+@pytest.mark.parametrize("impl", ["auto", "torch"])
 @pytest.mark.parametrize("prepared", [False, True])
-def test_whatever_ends_a_call_before_its_launch_is_announced(prepared: bool) -> None:
+def test_whatever_ends_a_call_before_its_launch_is_announced(prepared: bool, impl: str) -> None:
     """Also twice in a row: the peer meets neither the next call nor the one behind it."""
     outcomes = launch(
-        "attention.refused_calls", 2, prepared=prepared, env={"XSTAGE_TIMEOUT_MS": "9000"}
+        "attention.refused_calls",
+        2,
+        prepared=prepared,
+        impl=impl,
+        env={"XSTAGE_TIMEOUT_MS": "9000"},
     )
     assert [outcome.code for outcome in outcomes] == [0, 0], "\n".join(map(str, outcomes))
     told, own = (outcome.facts["errors"] for outcome in outcomes)
@@ -35,6 +40,20 @@ def test_whatever_ends_a_call_before_its_launch_is_announced(prepared: bool) -> 
     for text, reason in zip(told, own, strict=True):
         assert text.startswith("PeerError") and "rank 1" in text, told
         assert reason.split(": expected")[0].split(": ")[-1] in text, told
+
+
+def test_peers_hear_of_refusals_where_torch_carries_the_calls() -> None:
+    told, own = (outcome.facts["errors"] for outcome in launch("attention.log_sum_exp_by_torch", 2))
+    assert own[0].startswith("NotImplementedError") and len(own) == 1
+    assert "rank 1 refused a call of ulysses: NotImplementedError: xstage.Ulysses" in told[0]
+    assert "rank 1 has closed its workspace or module" in told[1]
+
+
+def test_a_rank_without_a_plan_is_named_by_all() -> None:
+    told, own = (outcome.facts for outcome in launch("attention.bad_profile", 2))
+    assert own["error"] == "ProfileError" and "/nowhere.json" in own["text"]
+    assert told["error"] == "PeerError"
+    assert "rank 1 of 2 refused the call: machine profile: expected a JSON file" in told["text"]
 
 
 def test_compiled_calls_of_a_closed_module_say_so() -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from xstage_ext import SymmetricWorkspace, UlyssesAttention, ulysses_attention
 from xstage_ext import reference_attention as reference
+from xstage_ext.errors import PeerError
 from xstage_ext.key_segments import segments_from_lengths
 from xstage_ext.planner.attention import AttentionPlan, even_split
 from xstage_ext.ulysses import ulysses_a2a
@@ -175,10 +176,10 @@ def refused_call(place: Place) -> None:
     report(recovered=True)
 
 
-def refused_calls(place: Place, prepared: bool) -> None:
-    """Rank 1 passes what only fails on its way to the launch, twice in a row, and goes on."""
+def refused_calls(place: Place, prepared: bool, impl: str) -> None:
+    """Rank 1 passes what only fails on its way to the launch, again and again, and goes on."""
     place.join("gloo")
-    module = UlyssesAttention(4, 64, device=place.device)
+    module = UlyssesAttention(4, 64, device=place.device, impl=impl)
     if prepared:
         module.prepare(120)
     q, k, v = (torch.randn(1, 40, 4, 64).bfloat16() for _ in range(3))
@@ -194,6 +195,35 @@ def refused_calls(place: Place, prepared: bool) -> None:
             errors.append(f"{type(error).__name__}: {error}")
     report(errors=errors)
     assert_right(place, module, 65, 4, 4, 1)
+
+
+def log_sum_exp_by_torch(place: Place) -> None:
+    """Rank 1 wants what path "torch" lacks; later rank 1 closes, and rank 0 goes on calling."""
+    place.join("gloo")
+    module = UlyssesAttention(4, 64, device=place.device, impl="torch")
+    q, k, v = whole(place, 50, 4, 4, 64)
+    errors = []
+    try:
+        module(q, k, v, return_lse=place.rank == 1)
+    except Exception as error:
+        errors.append(f"{type(error).__name__}: {error}")
+    assert_right(place, module, 65, 4, 4, 1)
+    if place.rank == 1:
+        module.close()
+    else:
+        try:
+            module(q, k, v)
+        except PeerError as error:
+            errors.append(str(error))
+    report(errors=errors)
+
+
+def bad_profile(place: Place) -> None:
+    """Rank 1 is told to plan with a profile that is not there."""
+    if place.rank == 1:
+        os.environ["XSTAGE_PROFILE"] = "/nowhere.json"
+    place.join("gloo")
+    reported(lambda: UlyssesAttention(4, 64, device=place.device).prepare(100))
 
 
 def other_order(place: Place) -> None:

@@ -114,9 +114,9 @@ def one_rank_falls_back(place: Place) -> None:
 
 
 @grouped
-def too_many_tokens(place: Place) -> None:
+def too_many_tokens(place: Place, impl: str) -> None:
     """Rank 0 brings one token too many: both raise, none hangs, the next call is right."""
-    moe = layer(place)
+    moe = layer(place, impl=impl)
     moe.prepare()
     count = SHAPE["max_tokens"]
     assert_right(moe, *tokens(place.rank, 0, count))
@@ -133,9 +133,9 @@ def too_many_tokens(place: Place) -> None:
 
 
 @grouped
-def refused(place: Place) -> None:
+def refused(place: Place, impl: str) -> None:
     """Rank 0 is given what no layer takes, twice; rank 1 hears of it, and later calls are right."""
-    moe = layer(place)
+    moe = layer(place, impl=impl)
     moe.prepare()
     x, ids, scores = tokens(place.rank, 0, 40)
     heard = []
@@ -148,6 +148,15 @@ def refused(place: Place) -> None:
         assert time.monotonic() - started < 5
     assert_right(moe, x, ids, scores)
     report(heard=heard)
+
+
+@grouped
+def bad_table(place: Place) -> None:
+    """Rank 1 is told to read a table of plans that is not there."""
+    if place.rank == 1:
+        os.environ["XSTAGE_PLANS"] = "/nowhere.json"
+    moe = layer(place)
+    reported(moe.prepare)
 
 
 @grouped
