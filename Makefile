@@ -14,6 +14,9 @@ TORCH_INDEX ?=
 VENV := .venv
 BUILT := $(VENV)/built-$(EXTRA)
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml tools/build_facts.py tools/bootstrap.py
+# Workers for tests/cpu: a test may start several processes itself, so one for every four cores.
+CORES := $(shell getconf _NPROCESSORS_ONLN)
+WORKERS := $(shell n=$$(($(CORES) / 4)); [ $$n -ge 2 ] && echo "-n $$((n < 12 ? n : 12))")
 RANKS := $(shell n=$$(nvidia-smi -L 2>/dev/null | grep -c '^GPU'); [ $$n -ge 2 ] && echo 2)
 
 .PHONY: all setup sweep test test-cpu test-gpu test-ranks lint clean
@@ -32,7 +35,7 @@ test: test-gpu test-ranks test-cpu
 
 # Without GPUs in sight: these tests are about machines that have none.
 test-cpu: $(BUILT)
-	CUDA_VISIBLE_DEVICES= $(VENV)/bin/python -m pytest tests/cpu $(PYTEST_ARGS)
+	CUDA_VISIBLE_DEVICES= $(VENV)/bin/python -m pytest tests/cpu $(WORKERS) $(PYTEST_ARGS)
 
 # Tests between ranks skip here, with the reason.
 test-gpu: $(BUILT)
