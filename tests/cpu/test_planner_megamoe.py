@@ -157,6 +157,14 @@ def test_floors_name_what_binds() -> None:
     assert "arithmetic sets the floor" in decision.reason
 
 
+def test_reasons_say_how_far_measurements_reach() -> None:
+    toy = MoEProblem(world=2, num_experts=8, topk=2, hidden=64, intermediate=64, max_tokens=16)
+    reason = choose(toy, PROFILE).reason
+    assert "by measurements of other layers (none like it was measured)" in reason
+    assert "floor (0.02 us)" in reason
+    assert "by measurements of like layers" in choose(LARGE, PROFILE).reason
+
+
 def test_tile_follows_rows_per_expert(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = Instance(64, 256, 1), Instance(128, 256, 2)
     monkeypatch.setattr(planner, "instances", lambda: compiled)

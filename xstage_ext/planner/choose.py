@@ -198,12 +198,13 @@ def _decide(asked: _Asked, overrides: Mapping[str, int]) -> Decision:
     problem, profile, timed = asked.problem, asked.profile, asked.timed
     told = ranking.relative_times(problem, profile) if timed is None else timed.relative
     family, plan = next(_plans(problem, profile, asked.ring_bytes, overrides, list(told)))
+    of = ranking.basis(problem, profile) if timed is None else "this one"
     least = floors(problem, profile)
     return Decision(
         action=SCHEDULES[plan.schedule],
         family=family,
         plan=plan,
-        reason=_reason(family, told, least, plan, "like layers" if timed is None else "this one"),
+        reason=_reason(family, told, least, plan, of),
         expected=tuple(told.items()),
         floors=least,
         bytes=plan.bytes(),
@@ -218,7 +219,8 @@ def _reason(
     schedule = ranking.FAMILIES[family]["schedule"]
     others = [us for name, us in told.items() if ranking.FAMILIES[name]["schedule"] != schedule]
     other = "interleaved" if plan.schedule == 0 else "wave"
-    text = f"{least.binding} sets the floor ({least.us:.0f} us)"
+    floor = f"{least.us:.{0 if least.us >= 10 else 2}f}"
+    text = f"{least.binding} sets the floor ({floor} us)"
     if plan.schedule != schedule:
         return f"{text}; the schedule is given"
     text += f"; {SCHEDULES[schedule]} with {STORES[plan.store]} stores"

@@ -83,6 +83,10 @@ class Ranking:
     ranges: list[tuple[float, float]]
     source: str
 
+    def covers(self, values: list[float]) -> bool:
+        """Whether features lie among those of the shapes fitted to."""
+        return all(low <= v <= high for v, (low, high) in zip(values, self.ranges, strict=True))
+
     def log_times(self, values: list[float]) -> dict[str, float]:
         """By family, from features."""
         inside = [
@@ -101,6 +105,12 @@ def fitted() -> Ranking:
     data = json.loads(_FILE.read_text(encoding="utf-8"))
     ranges = [(low, high) for low, high in data["ranges"]]
     return Ranking(data["weights"], ranges, data["source"])
+
+
+def basis(problem: MoEProblem, profile: machine.MachineProfile) -> str:
+    """Which layers were measured for this one's ranking, for texts."""
+    alike = fitted().covers(features(problem, profile))
+    return "like layers" if alike else "other layers (none like it was measured)"
 
 
 def relative_times(problem: MoEProblem, profile: machine.MachineProfile) -> dict[str, float]:
