@@ -201,9 +201,9 @@ def report(checks: list[Check], console: Console | None = None) -> bool:
     wrong = sum(check.verdict == "wrong" for check in checks)
     warnings = sum(check.verdict == "warning" for check in checks)
     if wrong:
-        console.print(f"{wrong} things are wrong, {warnings} to look at")
+        console.print(f"wrong: {wrong}; to look at: {warnings}")
     elif warnings:
-        console.print(f"usable; {warnings} things to look at")
+        console.print(f"usable; to look at: {warnings}")
     elif checks:
         console.print("this machine is as its profile says")
     return wrong == 0
