@@ -181,10 +181,17 @@ def test_long_video_is_fused_and_longer_costs_more() -> None:
 
 @pytest.mark.parametrize(
     ("heads", "head_dim", "rows", "paced"),
-    [(24, 128, 4096, True), (24, 128, 16384, True), (6, 128, 4608, False), (12, 64, 17776, True)],
+    [
+        (24, 128, 4096, True),
+        (24, 128, 8192, True),
+        (24, 128, 16384, False),
+        (10, 128, 75600, False),
+        (6, 128, 4608, False),
+        (38, 64, 4429, True),
+    ],
 )
 def test_slices_where_they_were_faster(heads: int, head_dim: int, rows: int, paced: bool) -> None:
-    """Not behind the only tile of an SM."""
+    """Not behind the only tile of an SM, nor where a whole tile's shadow is little beside it."""
     plan = decide(AttentionProblem(heads, heads, head_dim, even_split(rows, 2))).plan
     assert (plan.slice_bytes != 0) == paced
 

@@ -26,6 +26,9 @@ _BLOCK_M = {64: 192, 128: 128}
 _BLOCK_N = {64: 128, 128: 160}
 _LOADS_AHEAD = 2
 _SLICE_BYTES = 8192
+_MOST_SHADOW = 0.04
+"""Of a tile's time: a whole tile's shadow that slices are not worth. SMs that do not start together
+drift apart, and slices all the way keep the link awake, whose watts come out of the clock."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,10 +267,12 @@ def _whole_tiles(tiles: _Tiles, profile: machine.MachineProfile, remote: float) 
 def _pacing(
     problem: AttentionProblem, tiles: _Tiles, profile: machine.MachineProfile
 ) -> tuple[dict[str, int], str]:
-    """Slices when the shadow of a whole tile outlasts the loads in flight before it.
+    """Slices when the shadow of a whole tile outlasts the loads in flight before it, and is more
+    than a little beside the tile.
 
-    Measured on 2 x H200 (docs/perf_log.md): slices gain 5, 2 and 0.2 percent over whole tiles at
-    4,096, 8,192 and 16,384 rows and head size 128, 0.1 percent at 17,776 rows and head size 64.
+    Measured on 2 x H200 (docs/perf_log.md), whole tiles over slices: 1.063, 1.017 and 0.997 at
+    4,096, 8,192 and 16,384 rows and head size 128, 0.993, 0.991 and 0.985 at 32,760, 75,600 and
+    118,800; 1.002 at 17,776 rows and head size 64.
     """
     if tiles.per_sm == 1:
         return {}, "whole tiles, behind which no other follows"
@@ -277,6 +282,8 @@ def _pacing(
     slack_us = _LOADS_AHEAD * tiles.step_us
     if remote == 0.0 or shadow_us <= slack_us:
         return {}, f"whole tiles, whose shadow ({shadow_us:.1f} us) the loads in flight cover"
+    if shadow_us <= _MOST_SHADOW * tiles.us:
+        return {}, f"whole tiles, whose shadow is {shadow_us:.1f} us of {tiles.us:.0f}"
     slices = math.ceil(tiles.bytes / _SLICE_BYTES)
     steps = max(1, int(0.9 * tiles.steps / slices))
     return (
