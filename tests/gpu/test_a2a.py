@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.gpu import sanitizer
+from xstage_ext.errors import PeerTimeout, WorkspaceError
 from xstage_ext.planner.attention import STORE_PATHS, AttentionPlan, even_split, row_pad_for
 from xstage_ext.ulysses import ulysses_a2a_virtual
 from xstage_ext.workspace import SymmetricWorkspace, region_bytes
@@ -170,6 +171,42 @@ def test_a_held_slot_is_refused_and_the_next_call_works() -> None:
                 cut(plan, (q,)), plan.words(), lease.virtual_words()
             )
         del kept
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: STORE_PATHS[path])
+def test_an_absent_rank_is_named_and_a_reset_recovers(path: int) -> None:
+    plan = plan_of(2, 700, 4, store_path=path)
+    q = whole(1, 700, 4, 64, torch.bfloat16)
+    nbytes = plan.a2a_region_bytes(1, 1, 64)
+    with SymmetricWorkspace(
+        nbytes=region_bytes([nbytes]), device="cuda", backend="virtual", world=2, timeout_ms=300
+    ) as workspace:
+        lease = workspace.channel("a2a", workspace.nbytes, counter_bytes=0)
+        for _ in range(2):
+            outs = ulysses_a2a_virtual(lease, plan, cut(plan, (q,)))  # after a fault: resets first
+            assert torch.equal(torch.cat(outs, 2), q)
+            del outs
+            words = [plan.words(), lease.words(rank=0)]
+            (alone,) = torch.ops.xstage.ulysses_a2a(cut(plan, (q,))[:1], *words)
+            torch.cuda.synchronize()
+            assert bool(alone.isnan().all()), "a call that gave up must not hand out old data"
+            with pytest.raises(PeerTimeout, match="waited 30.* for rank 1 .*expected 2, saw 1"):
+                workspace.check()
+            del alone
+
+
+def test_calls_that_differ_are_found_in_the_signal() -> None:
+    plan = plan_of(2, 700, 4)
+    q = whole(1, 700, 4, 64, torch.bfloat16)
+    with open_virtual(plan, plan.a2a_region_bytes(1, 1, 64)) as workspace:
+        lease = workspace.channel("a2a", workspace.nbytes, counter_bytes=0)
+        words = lease.words(digest=1, rank=0) + lease.words(digest=2, rank=1)
+        outs = torch.ops.xstage.ulysses_a2a_virtual(cut(plan, (q,)), plan.words(), words)
+        torch.cuda.synchronize()
+        assert all(bool(out.isnan().all()) for out in outs)
+        with pytest.raises(WorkspaceError, match="made different calls in all-to-all arrival"):
+            workspace.check()
+        del outs
 
 
 def test_side_stream_and_other_shapes_share_a_ring() -> None:
