@@ -101,12 +101,14 @@ __device__ __forceinline__ void stage_segments(MegaMoeParams const& params, Call
   }
 }
 
-// Lists this block's choices in the owners' kRoutes. Within an expert the order does not matter:
-// rows are independent, and results come back by slot.
-__device__ __forceinline__ void list_routes(MegaMoeParams const& params, CallState const& call,
-                                            MegaMoeShared& shared, int64_t begin, int64_t end) {
+// Where this block's choices go in the lists, by expert; how many rows go to each owner. Block 0
+// tells the owners how many rows of each expert come: each its own, or all of them everything when
+// rows are pushed, since then every source works out where its rows stand at the owners.
+__device__ __forceinline__ void place_routes(MegaMoeParams const& params, CallState const& call,
+                                             MegaMoeShared& shared) {
   MegaMoePlan const& plan = params.plan;
-  MegaMoeView const own = params.view(params.workspace.rank);
+  int32_t const rank = static_cast<int32_t>(params.workspace.rank);
+  MegaMoeView const own = params.view(rank);
   uint32_t const* const send_counts =
       own.counter(params.layout, call.bank, MegaMoeCounter::kSendCounts);
   uint32_t* const cursors = own.counter(params.layout, call.bank, MegaMoeCounter::kSendCursors);
@@ -138,22 +140,46 @@ __device__ __forceinline__ void list_routes(MegaMoeParams const& params, CallSta
         uint32_t const taken =
             mine ? atomicAdd(cursors + group * plan.num_experts + expert, mine) : 0;
         shared.routing.positions[expert] = before + sum - count + earlier + taken;
-        if (call.block == 0) {
-          params.view(owner).counts(plan, params.layout, call.bank,
-                                    params.workspace.rank)[first + lane] = count;
+        for (int32_t told = 0; call.block == 0 && told < plan.world; ++told) {
+          if (told != owner && plan.dispatch != kPush) continue;
+          params.view(told).counts(plan, params.layout, call.bank, rank, owner)[first + lane] =
+              count;
         }
       }
       before += __shfl_sync(0xffffffffu, sum, 31);
     }
+    if (lane == 0) shared.sent[owner] = before;
   }
-  __syncthreads();
+}
+
+// Lists this block's choices: in the owners' kRoutes, or in this rank's own when rows are pushed.
+// Within an expert the order does not matter: rows are independent, and results come back by slot.
+__device__ __forceinline__ void list_routes(MegaMoeParams const& params, CallState const& call,
+                                            MegaMoeShared& shared, int64_t begin, int64_t end) {
+  MegaMoePlan const& plan = params.plan;
+  int32_t const rank = static_cast<int32_t>(params.workspace.rank);
+  int const per_rank = plan.experts_per_rank();
   for (int64_t i = begin + threadIdx.x; i < end; i += blockDim.x) {
     int32_t const expert = expert_of(params, i);
     if (expert < 0) continue;
     uint32_t const position = atomicAdd(&shared.routing.positions[expert], 1u);
-    params.view(expert / per_rank)
-        .routes(plan, params.layout, call.bank, params.workspace.rank)[position] =
-        static_cast<uint32_t>(i);
+    int32_t const owner = expert / per_rank;
+    uint32_t* const list = plan.dispatch == kPush
+                               ? params.view(rank).routes(plan, params.layout, call.bank, owner)
+                               : params.view(owner).routes(plan, params.layout, call.bank, rank);
+    list[position] = static_cast<uint32_t>(i);
+  }
+}
+
+// One thread: what the fence before orders is in place at every owner.
+__device__ __forceinline__ void signal_owners(MegaMoeParams const& params, CallState const& call) {
+  Workspace const& workspace = params.workspace;
+  fence_acq_rel_sys();
+  for (int64_t i = 1; i <= workspace.world; ++i) {
+    int64_t const owner = (workspace.rank + i) % workspace.world;
+    st_release_sys(
+        params.view(owner).dispatch_signal(params.layout, static_cast<int32_t>(workspace.rank)),
+        workspace.signal(call.epoch));
   }
 }
 
@@ -187,7 +213,8 @@ __device__ __forceinline__ bool gather_counts(MegaMoeParams const& params, CallS
   for (int expert = threadIdx.x; expert < per_rank; expert += blockDim.x) {
     uint32_t rows = 0;
     for (int source = 0; source < params.plan.world; ++source) {
-      rows += __ldcg(own.counts(params.plan, params.layout, call.bank, source) + expert);
+      rows += __ldcg(own.counts(params.plan, params.layout, call.bank, source, workspace.rank) +
+                     expert);
     }
     shared.rows[expert] = rows;
     if (call.block == 0 && params.expert_load != nullptr) params.expert_load[expert] += rows;
@@ -236,8 +263,9 @@ __device__ __forceinline__ bool dispatch_prologue(MegaMoeParams const& params,
   uint32_t* const barriers = own.counter(params.layout, call.bank, MegaMoeCounter::kGridBarriers);
   if (threadIdx.x == 0) red_add_release_gpu(barriers + kCountsAdded, 1);
 
+  bool const pushed = plan.dispatch == kPush;
   // Rows of this rank's own tokens are pulled from x itself.
-  if (plan.world > 1 && num_segments(plan) == 1) {
+  if (plan.world > 1 && !pushed && num_segments(plan) == 1) {
     stage_tokens(params, 0, call.num_tokens,
                  {static_cast<int32_t>(call.block * blockDim.x + threadIdx.x),
                   static_cast<int32_t>(call.num_blocks * blockDim.x)});
@@ -251,21 +279,18 @@ __device__ __forceinline__ bool dispatch_prologue(MegaMoeParams const& params,
   }
   __syncthreads();
   if (!shared.ok) return false;
+  place_routes(params, call, shared);
+  __syncthreads();
+  // The lists stay here: counts are all that the owners wait for.
+  if (pushed && call.block == 0 && threadIdx.x == 0) signal_owners(params, call);
   list_routes(params, call, shared, begin, end);
   __syncthreads();
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == 0 && pushed) red_add_release_gpu(barriers + kRoutesStored, 1);
+  if (threadIdx.x == 0 && !pushed) {
     fence_acq_rel_sys();
     uint32_t const earlier = atom_add_acq_rel_gpu(barriers + kRoutesStored, 1);
-    if (earlier + 1 == static_cast<uint32_t>(call.num_blocks)) {
-      // Cumulative: what the other blocks released above comes before the signals.
-      fence_acq_rel_sys();
-      for (int64_t i = 1; i <= workspace.world; ++i) {
-        int64_t const owner = (workspace.rank + i) % workspace.world;
-        st_release_sys(
-            params.view(owner).dispatch_signal(params.layout, static_cast<int32_t>(workspace.rank)),
-            workspace.signal(call.epoch));
-      }
-    }
+    // Cumulative: what the other blocks released above comes before the signals.
+    if (earlier + 1 == static_cast<uint32_t>(call.num_blocks)) signal_owners(params, call);
   }
   bool const ok = gather_counts(params, call, shared);
   // The stages' memory was used by ordinary accesses; loads by the async proxy come next.

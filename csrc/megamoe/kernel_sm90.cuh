@@ -52,7 +52,7 @@
 #include "epilogue_l2.cuh"
 #include "mainloop.cuh"
 #include "pull.cuh"
-#include "pull_groups.cuh"
+#include "push.cuh"
 
 namespace xstage {
 
@@ -152,6 +152,17 @@ __device__ __forceinline__ int32_t tokens_of(MegaMoeParams const& params) {
   return max_of(0, min_of(*params.num_tokens, params.rows));
 }
 
+// Warps 2 and 3: rows of x into the x rings.
+template <bool kTrace>
+__device__ __forceinline__ void dispatch_rows(MegaMoeParams const& params, CallState const& call,
+                                              MegaMoeShared& shared) {
+  if (params.plan.dispatch == kPush) {
+    push_rows<kTrace>(params, call, shared);
+  } else {
+    pull_rows<kTrace>(params, call, shared);
+  }
+}
+
 template <bool kTrace>
 __global__ void __cluster_dims__(MegaMoeTraits::kCluster, 1, 1)
     __launch_bounds__(MegaMoeTraits::kThreads, 1)
@@ -194,11 +205,7 @@ __global__ void __cluster_dims__(MegaMoeTraits::kCluster, 1, 1)
       named_barrier_sync(NamedBarrier::kTilesDone, kTilesThreads);
       if (threadIdx.x == 0) arrive_and_publish(params.workspace, call.epoch, num_blocks);
     } else if (threadIdx.x >= 32 * Traits::kFirstDispatchWarp) {
-      if (ok && params.plan.pull == kPullGroups) {
-        pull_groups<kTrace>(params, call, shared);
-      } else if (ok) {
-        pull_rows<kTrace>(params, call, shared);
-      }
+      if (ok) dispatch_rows<kTrace>(params, call, shared);
       if (ok && params.plan.combine == kCombineEarly) combine_early(params, call, shared);
       __syncwarp();
       if (ranks_done(true)) combine_tokens(params, call);
@@ -208,7 +215,8 @@ __global__ void __cluster_dims__(MegaMoeTraits::kCluster, 1, 1)
     __syncwarp();
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Traits::kMathRegisters));
-    if (ok && params.plan.world > 1 && num_segments(params.plan) > 1) stage_segments(params, call);
+    bool const pulled = params.plan.world > 1 && params.plan.dispatch != kPush;
+    if (ok && pulled && num_segments(params.plan) > 1) stage_segments(params, call);
     if (ok) compute_tiles<kTrace>(params, call, shared);
     named_barrier_sync(NamedBarrier::kTilesDone, kTilesThreads);
     finish_tokens<kTrace>(params, call, start_ns, tiles_ns);

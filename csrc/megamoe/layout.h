@@ -74,8 +74,8 @@ constexpr int32_t kRouteGroups = 16;
   X(kExpertDone, int64_t{8} * plan.num_experts,                                                  \
     "uint64 [expert]: epoch in which this rank's rows of that expert have come back")            \
   X(kCounters, 2 * counter_bank_bytes(plan), "uint32 [bank][counter]: see XS_MEGAMOE_COUNTERS")  \
-  X(kCounts, int64_t{2} * 4 * plan.world * plan.experts_per_rank(),                              \
-    "uint32 [bank][source][local expert]: rows that the source sends")                           \
+  X(kCounts, int64_t{2} * 4 * plan.world * plan.num_experts,                                     \
+    "uint32 [bank][source][expert]: rows that the source sends; of other owners when pushed")    \
   X(kRoutes, int64_t{2} * 4 * plan.max_rows(),                                                   \
     "uint32 [bank][source][row]: token * topk + slot, by local expert, without gaps")            \
   X(kOrigins, int64_t{4} * plan.max_blocks() * plan.block_m,                                     \
@@ -170,11 +170,12 @@ struct MegaMoeView {
   XS_HD uint64_t* expert_done(MegaMoeLayout const& layout, int32_t expert) const {
     return at<uint64_t>(layout, MegaMoeRegion::kExpertDone, expert);
   }
-  // [local expert] of one source.
+  // [local expert of the owner] of one source.
   XS_HD uint32_t* counts(MegaMoePlan const& plan, MegaMoeLayout const& layout, int32_t bank,
-                         int32_t source) const {
+                         int32_t source, int32_t owner) const {
     return at<uint32_t>(layout, MegaMoeRegion::kCounts,
-                        int64_t{1} * (bank * plan.world + source) * plan.experts_per_rank());
+                        int64_t{1} * (bank * plan.world + source) * plan.num_experts +
+                            owner * plan.experts_per_rank());
   }
   // Rows of one source, by local expert; expert e starts after the counts of experts 0 .. e - 1.
   XS_HD uint32_t* routes(MegaMoePlan const& plan, MegaMoeLayout const& layout, int32_t bank,

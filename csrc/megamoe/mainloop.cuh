@@ -41,7 +41,10 @@ __device__ __forceinline__ bool wait_for_operands(MegaMoeParams const& params,
   };
   bool ok = true;
   if (tile.phase == TilePhase::kLinear1) {
-    ok = reach(Phase::kDispatchRows, counter(MegaMoeCounter::kArrived) + tile.block, tile.rows);
+    // Pushed rows come from peers.
+    uint32_t const* const arrived = counter(MegaMoeCounter::kArrived) + tile.block;
+    WaitSite const site{Phase::kDispatchRows, -1, call.epoch, static_cast<uint64_t>(tile.rows)};
+    ok = wait_until(params.workspace, site, [&]() -> uint64_t { return ld_acquire_sys(arrived); });
     if (ok && tile.block >= plan.h_ring_blocks) {
       ok = reach(Phase::kLinear2Ready,
                  counter(MegaMoeCounter::kLinear2Done) + tile.block - plan.h_ring_blocks,

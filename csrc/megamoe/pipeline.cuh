@@ -109,22 +109,6 @@ struct TileWork {
   int32_t ring_row;  // first row of the block in the h ring
 };
 
-// Rows that a pull warp has worked out, see pull_groups.cuh.
-constexpr int kPullBatch = 16;  // together
-constexpr int kPullGroup = 4;   // pulled together
-struct PullQueue {
-  char const* from[kPullBatch];
-  char* to[kPullBatch];  // in the x ring
-  // Where the next batch begins. Words apart: one load of all four would take four registers in a
-  // row, and others would be spilled.
-  int32_t done;                // rows of this warp
-  int32_t block[kPullBatch];   // negative: none
-  int32_t expert;              // whose rows come next
-  uint32_t token[kPullBatch];  // as an origin: source, token of the source
-  int32_t rows_before;         // of earlier experts
-  int32_t blocks_before;
-};
-
 struct MegaMoeShared {
   using Traits = MegaMoeTraits;
   struct Stage {
@@ -141,7 +125,6 @@ struct MegaMoeShared {
     Routing routing;
   };
   char staging[Traits::kMathWarps][Traits::kStagingRows * Traits::kStagingRow];
-  PullQueue pulls[Traits::kDispatchWarps];
   TileWork tiles[Traits::kTileQueue];
   uint32_t rows[Traits::kMaxLocalExperts];  // rows received per local expert: fixes the schedule
   int32_t tickets[Traits::kTileQueue];      // CTA 1: which cluster tile comes next
@@ -151,6 +134,7 @@ struct MegaMoeShared {
   uint64_t full[Traits::kStages];
   uint64_t empty[Traits::kStages];
   uint64_t epoch;
+  uint32_t sent[kMaxRanks];  // rows of this rank's tokens per owner
   uint32_t ok;
 };
 static_assert(sizeof(MegaMoeShared) <= 232448, "227 KiB per block");

@@ -30,22 +30,19 @@ namespace xstage {
   X(lead_blocks, 0, 1048576, "interleaved: m-blocks that Linear-1 keeps ahead of Linear-2")     \
   X(wave_blocks, 1, 1048576, "Expert-Wave: m-blocks of a wave; whole experts where they fit")   \
   X(mix, 0, 1, "interleaved: 0 a Linear-2 group before a Linear-1 group, 1 their tiles mixed")  \
-  X(x_ring_blocks, 1, 1048576, "m-blocks of pulled tokens held at a time")                      \
+  X(x_ring_blocks, 1, 1048576, "m-blocks of received tokens held at a time")                    \
   X(h_ring_blocks, 1, 1048576, "m-blocks of Linear-1 results held at a time")                   \
   X(store, 0, 2, "Linear-2 results leave as: 0 plain stores, 1 bulk burst, 2 bulk, paced")      \
   X(slice_rows, 1, 256, "rows that a paced storer issues per step")                             \
   X(combine, 0, 1, "0 when every rank has finished, 1 token by token as its experts finish")    \
   X(weight_layout, 0, 2, "rows of w13: 0 gate then up, 1 up then gate, 2 gate and up in turns") \
-  X(pull, 0, 1, "rows are pulled: 0 one by one, 1 in groups, for hidden up to 2048")
+  X(dispatch, 0, 1, "rows are 0 pulled by the owners of experts, 1 pushed by their sources")
 
 enum MegaMoeSchedule : int32_t { kExpertWave = 0, kInterleaved = 1 };
 enum MegaMoeStore : int32_t { kPlainStores = 0, kBulkBurst = 1, kBulkPaced = 2 };
 enum MegaMoeCombine : int32_t { kCombineAtEnd = 0, kCombineEarly = 1 };
 enum MegaMoeWeights : int32_t { kGateUp = 0, kUpGate = 1, kGateUpInTurns = 2 };
-enum MegaMoePull : int32_t { kPullRows = 0, kPullGroups = 1 };
-
-// Rows that are pulled in groups have at most so many bytes.
-constexpr int32_t kGroupRowBytes = 4096;
+enum MegaMoeDispatch : int32_t { kPull = 0, kPush = 1 };
 
 struct MegaMoePlan {
 #define X(name, min, max, meaning) int32_t name;
@@ -93,8 +90,9 @@ inline void check_plan(MegaMoePlan const& plan) {
   XS_CHECK(plan.block_n % 32 == 0, who, "block_n: expected a multiple of 32, got ", plan.block_n);
   XS_CHECK(plan.num_sms % plan.cluster_size == 0, who, "num_sms: expected a multiple of ",
            plan.cluster_size, " (cluster_size), got ", plan.num_sms);
-  XS_CHECK(plan.pull != kPullGroups || 2 * plan.hidden <= kGroupRowBytes, who,
-           "pull: expected 0 (rows) with hidden above ", kGroupRowBytes / 2, ", got ", plan.pull);
+  XS_CHECK(plan.dispatch != kPush || 2 * plan.num_sms >= plan.world, who,
+           "dispatch: expected 0 (pull) with num_sms below ", ceil_div(plan.world, 2),
+           " (a push warp per rank), got ", plan.dispatch);
   int64_t const choices = int64_t{1} * plan.max_tokens * plan.topk;
   XS_CHECK(choices < (int64_t{1} << 28), who,
            "max_tokens: expected max_tokens x topk below 2^28, got ", choices);

@@ -64,7 +64,8 @@ struct PullCursor {
                                         MegaMoeShared const& shared)
       : params(p), own(p.view(p.workspace.rank)), rows(shared.rows), bank(call.bank) {
     int32_t const lane = threadIdx.x % 32;
-    counts = lane < p.plan.world ? own.counts(p.plan, p.layout, bank, lane) : nullptr;
+    counts =
+        lane < p.plan.world ? own.counts(p.plan, p.layout, bank, lane, p.workspace.rank) : nullptr;
     source_rows = counts ? __ldcg(counts) : 0;
   }
 

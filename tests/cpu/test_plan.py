@@ -57,8 +57,8 @@ def test_pack_names_field_and_range() -> None:
 
 @pytest.mark.parametrize("value", [0.5, "1", None, 10**30])
 def test_pack_takes_integers_only(value: object) -> None:
-    with pytest.raises(PlanError, match=f"pull: expected 0 to 1 .*, got {value!r}"):
-        dataclasses.replace(PLAN, pull=value).words()  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=f"dispatch: expected 0 to 1 .*, got {value!r}"):
+        dataclasses.replace(PLAN, dispatch=value).words()  # type: ignore[arg-type]
 
 
 def test_drift_is_found_at_import(monkeypatch: pytest.MonkeyPatch) -> None:

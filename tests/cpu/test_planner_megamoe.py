@@ -184,12 +184,12 @@ def test_rows_are_pulled_in_groups_where_the_link_is_what_counts() -> None:
         max_tokens=8192,
         remote_share=7 / 8,
     )
-    assert choose(link, PROFILE).plan.pull == 1
+    assert choose(link, PROFILE).plan.dispatch == 1
     few = dataclasses.replace(link, max_tokens=1024)
     at_home = dataclasses.replace(link, remote_share=0.1)
     wide = dataclasses.replace(link, hidden=2112)
     for other in (few, at_home, wide, LARGE):
-        assert choose(other, PROFILE).plan.pull == 0, other
-    assert choose(link, PROFILE, pull=0).plan.pull == 0
-    with pytest.raises(RuntimeError, match=r"pull: expected 0 \(rows\) with hidden above 2048"):
-        choose(wide, PROFILE, pull=1).plan.bytes()
+        assert choose(other, PROFILE).plan.dispatch == 0, other
+    assert choose(link, PROFILE, dispatch=0).plan.dispatch == 0
+    with pytest.raises(RuntimeError, match=r"dispatch: expected 0 or 2 with hidden above 2048"):
+        choose(wide, PROFILE, dispatch=1).plan.bytes()

@@ -78,7 +78,7 @@ PLANS = [
     for schedule in (0, 1)
     for store in (0, 1, 2)
     for combine in (0, 1)
-] + [{"schedule": 1, "store": 0, "pull": 1}, {"schedule": 0, "store": 2, "pull": 1, "num_sms": 4}]
+] + [{"schedule": 1, "store": 0, "dispatch": 1}, {"schedule": 0, "store": 2, "dispatch": 1, "num_sms": 4}]
 
 
 @pytest.mark.parametrize("uneven", [False, True])
@@ -102,12 +102,12 @@ def test_every_plan_gives_the_same_right_bits(ranks: tuple[int, int], uneven: bo
     assert error(first, wanted) <= 1.01 * error(unfused, wanted)
 
 
-@pytest.mark.parametrize("pull", [0, 1])
-def test_many_calls_beside_a_busy_link(ranks: tuple[int, int], level: int, pull: int) -> None:
+@pytest.mark.parametrize("dispatch", [0, 1])
+def test_many_calls_beside_a_busy_link(ranks: tuple[int, int], level: int, dispatch: int) -> None:
     """Bitwise equal while a copy engine loads the link and ranks take turns in being late."""
     rank, world = ranks
     problem = Problem(rank, world, [200] * world, 4 * world)
-    layer = problem.layer(pull=pull)
+    layer = problem.layer(dispatch=dispatch)
     first = layer(problem.x, problem.ids, problem.weights).clone()
     source = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
     # One process sees its peer's device only where the launcher shows it.

@@ -149,12 +149,12 @@ PLANS = [
     {"schedule": 0, "wave_blocks": 4, "group_blocks": 2, "x_ring_blocks": 2, "h_ring_blocks": 4},
     {"lead_blocks": 2, "group_blocks": 2, "x_ring_blocks": 2, "h_ring_blocks": 6, "mix": 0},
     {"num_sms": 2, "store": 2, "slice_rows": 8, "combine": 1},
-    {"pull": 1, "schedule": 0},
-    {"pull": 1, "store": 1, "combine": 1},
-    # Many rows for each pull warp, and a ring that is shorter than a group.
-    {"pull": 1, "num_sms": 2, "store": 0},
+    {"dispatch": 1, "schedule": 0},
+    {"dispatch": 1, "store": 1, "combine": 1},
+    # Many rows for each push warp, and a ring that is shorter than a group of them.
+    {"dispatch": 1, "num_sms": 2, "store": 0},
     {
-        "pull": 1,
+        "dispatch": 1,
         "num_sms": 2,
         "lead_blocks": 1,
         "group_blocks": 1,

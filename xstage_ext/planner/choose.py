@@ -17,8 +17,7 @@ from ..errors import PlanError, ProfileError
 from ..simulate import simulate_megamoe
 from . import measured, ranking
 from .megamoe import (
-    GROUP_MOST_HIDDEN,
-    PULLS,
+    DISPATCHES,
     SCHEDULES,
     STORES,
     WEIGHT_LAYOUTS,
@@ -29,12 +28,6 @@ from .problem import MoEProblem
 
 RING_BYTES = 512_000_000
 """Most bytes that the two rings of a rank take by default."""
-
-PULL_WARPS = 2
-"""Warps of an SM that pull rows."""
-
-GROUP_LEAST_ROWS = 64
-"""Rows of a pull warp from which on it pulls them in groups."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -324,22 +317,15 @@ def _base(
         slice_rows=fields["slice_rows"],
         mix=fields["mix"],
         weight_layout=WEIGHT_LAYOUTS.index(problem.weight_layout),
-        pull=_pull(problem, profile),
+        dispatch=_dispatch(problem),
     )
     group = min(fields["group_blocks"], max(cluster, _load_blocks(plan, problem)))
     return dataclasses.replace(plan, group_blocks=given.get("group_blocks", group))
 
 
-def _pull(problem: MoEProblem, profile: machine.MachineProfile) -> int:
-    """In groups where the link is what counts and a pull warp has many rows (docs/perf_log.md)."""
-    least = floors(problem, profile)
-    per_warp = problem.rows / (PULL_WARPS * profile.gpu.num_sms)
-    grouped = (
-        least.egress_us > least.compute_us
-        and problem.hidden <= GROUP_MOST_HIDDEN
-        and per_warp >= GROUP_LEAST_ROWS
-    )
-    return PULLS.index("groups" if grouped else "rows")
+def _dispatch(problem: MoEProblem) -> int:
+    """Rows are pushed to peers, which loads the link fully; alone, they are pulled from x."""
+    return DISPATCHES.index("push" if problem.world > 1 else "pull")
 
 
 def _tile(per_expert: float, compiled: Sequence[Instance]) -> Instance:

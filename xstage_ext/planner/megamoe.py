@@ -14,7 +14,7 @@ SCHEDULES = ("wave", "interleaved")
 STORES = ("st", "bulk", "paced")
 COMBINES = ("end", "early")
 WEIGHT_LAYOUTS = ("gate_up", "up_gate", "interleaved")
-PULLS = ("rows", "groups")
+DISPATCHES = ("pull", "push")
 LAYER_FIELDS = (
     "world",
     "num_experts",
@@ -25,9 +25,6 @@ LAYER_FIELDS = (
     "weight_layout",
 )
 """Fields that say what the layer is; the others say how it runs."""
-
-GROUP_MOST_HIDDEN = 2048
-"""Rows that are pulled in groups are at most so wide."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +52,7 @@ class MegaMoePlan:
     slice_rows: int = 4
     combine: int = 0
     weight_layout: int = 0
-    pull: int = 0
+    dispatch: int = 0
 
     @property
     def experts_per_rank(self) -> int:
