@@ -91,8 +91,9 @@ inline void check_plan(MegaMoePlan const& plan) {
   XS_CHECK(plan.num_sms % plan.cluster_size == 0, who, "num_sms: expected a multiple of ",
            plan.cluster_size, " (cluster_size), got ", plan.num_sms);
   XS_CHECK(plan.dispatch != kPush || 2 * plan.num_sms >= plan.world, who,
-           "dispatch: expected 0 (pull) with num_sms below ", ceil_div(plan.world, 2),
-           " (a push warp per rank), got ", plan.dispatch);
+           "num_sms: expected at least ", ceil_div(plan.world, 2),
+           " where rows are pushed (two push warps per SM, one for every rank), got ",
+           plan.num_sms);
   int64_t const choices = int64_t{1} * plan.max_tokens * plan.topk;
   XS_CHECK(choices < (int64_t{1} << 28), who,
            "max_tokens: expected max_tokens x topk below 2^28, got ", choices);

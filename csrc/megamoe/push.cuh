@@ -23,9 +23,8 @@
 
 namespace xstage {
 
-constexpr int kPushBatch = 16;             // rows that a warp works out together, one per lane
-constexpr int kMostUnit = 4;               // adjacent rows that one warp sends
-constexpr int32_t kGroupBytes = 16 << 10;  // sent between two announcements
+constexpr int kPushBatch = 16;            // rows that a warp works out together, one per lane
+constexpr int32_t kGroupBytes = 8 << 10;  // sent between two announcements
 
 // Up to 4 KiB of a row, in the registers of one warp: 16 bytes per lane and load. By assembly: the
 // compiler would make an address of its own for each load.
@@ -63,13 +62,12 @@ struct RowPiece {
   }
 };
 
-// A warp's share: every `warps`-th unit of the rows for one owner.
+// A warp's share: every `warps`-th row for one owner, from `first` on.
 struct PushShare {
   int32_t owner = -1;  // none
-  int32_t warp = 0;
+  int32_t first = 0;
   int32_t warps = 0;
   int32_t rows = 0;
-  int32_t unit = 1;
 
   __device__ __forceinline__ PushShare(MegaMoeParams const& params, CallState const& call,
                                        MegaMoeShared const& shared) {
@@ -87,20 +85,13 @@ struct PushShare {
       int32_t const share = 1 + static_cast<int32_t>(more * int64_t{sent} / total);
       if (mine < share) {
         owner = to;
-        warp = mine;
+        first = mine;
         warps = share;
         rows = sent;
-        // A power of two that divides a batch; few rows go one by one, so that all warps have some.
-        while (unit < kMostUnit && 2 * unit * warps <= rows) unit *= 2;
         return;
       }
       mine -= share;
     }
-  }
-
-  // Which row of the owner's list is turn t of this warp; may lie behind the last.
-  __device__ __forceinline__ int32_t position(int32_t turn) const {
-    return (turn / unit * warps + warp) * unit + turn % unit;
   }
 };
 
@@ -252,15 +243,12 @@ __device__ __forceinline__ void push_rows(MegaMoeParams const& params, CallState
   int32_t pending = -1;  // block of this lane's row in the group before
   auto const announce = [&] {
     if (!__any_sync(0xffffffffu, pending >= 0)) return;
-    uint32_t const same = __match_any_sync(0xffffffffu, pending);
     __syncwarp();
-    if (pending >= 0 && lane == __ffs(same) - 1) {
-      red_add_release_sys(arrived + pending, __popc(same));
-    }
+    if (pending >= 0) red_add_release_sys(arrived + pending, 1);
     pending = -1;
   };
   for (int32_t done = 0;; done += kPushBatch) {
-    int32_t const position = share.position(done + lane);
+    int32_t const position = share.first + (done + lane) * share.warps;
     bool const here = lane < kPushBatch && position < share.rows;
     uint32_t const route = here ? __ldcg(routes + position) : 0;
     int32_t const padded = cursor.find(params, call, share.owner, position, here);
