@@ -24,7 +24,7 @@
 namespace xstage {
 
 constexpr int kPushBatch = 16;            // rows that a warp works out together, one per lane
-constexpr int32_t kGroupBytes = 8 << 10;  // sent between two announcements
+constexpr int32_t kGroupBytes = 16 << 10;  // sent between two announcements
 
 // Up to 4 KiB of a row, in the registers of one warp: 16 bytes per lane and load. By assembly: the
 // compiler would make an address of its own for each load.
@@ -61,6 +61,11 @@ struct RowPiece {
     if constexpr (kStore + 1 < kLoads) store<kStore + 1>(to, bytes);
   }
 };
+
+// Brings `bytes` (a multiple of 16) from `global` on into the L2.
+__device__ __forceinline__ void prefetch_l2(void const* global, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes));
+}
 
 // A warp's share: every `warps`-th row for one owner, from `first` on.
 struct PushShare {
@@ -258,6 +263,7 @@ __device__ __forceinline__ void push_rows(MegaMoeParams const& params, CallState
     char const* const from =
         reinterpret_cast<char const*>(params.x) + int64_t{route / plan.topk} * row_bytes;
     char* const to = ring.row(here ? padded : 0);
+    if (here) prefetch_l2(from, row_bytes);
     bool open = here && ring.free(block);
     for (int at = 0; at < count;) {
       uint64_t const start_ns = Tracer<kTrace>::now();
