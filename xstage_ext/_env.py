@@ -11,7 +11,7 @@ VARIABLES: dict[str, str] = {
     "XSTAGE_BUILD": "build only: `cpu` leaves the kernels out, `cuda` insists on them",
     "XSTAGE_CUTLASS": "build only: CUTLASS checkout, instead of the nvidia-cutlass package",
     "XSTAGE_IMPL": "force `native` or `fallback` for the user-level functions",
-    "XSTAGE_TIMEOUT_MS": "deadline of the waits for peers in a call, milliseconds; 0 waits for ever",
+    "XSTAGE_TIMEOUT_MS": "deadline of the waits for peers in a call, ms; 0 waits for ever",
     "XSTAGE_SETUP_TIMEOUT_MS": "deadline of collective set-up steps, milliseconds",
     "XSTAGE_PROFILE": "machine profile (JSON) to use instead of the bundled one",
     "XSTAGE_PLANS": "table of plans timed on this machine, written by `xstage tune`",

@@ -15,7 +15,7 @@ import torch
 
 from .machine import MachineProfile
 from .model import drain_GBps
-from .planner.megamoe import STORES, MegaMoePlan
+from .planner.megamoe import DISPATCHES, STORES, MegaMoePlan
 
 MECHANISM_OF_STORE = {"st": "st", "bulk": "bulk", "paced": "bulk"}
 """The profile's mechanism behind each value of a plan's `store`."""
@@ -73,8 +73,10 @@ class Assumptions:
         What pulling a row of this rank itself takes, over that of a peer's row.
     pull_rate : float
         Share of the profile's rate of pulls that the kernel's few pull warps reach.
+    push_rate : float
+        Share of the link's rate that the push warps reach.
     pull_share : float
-        Share of the egress that answers to the peers' pulls get while stores want it too.
+        Share of the egress that rows of tokens get while results want it too.
     visibility_us : float or None
         Latency of the final fence and signal; None: the profile's.
     tickets : bool
@@ -103,6 +105,7 @@ class Assumptions:
     hbm_share: float = 0.917
     hbm_sm_share: float = 2.47
     pull_rate: float = 0.447
+    push_rate: float = 0.5
     pull_share: float = 0.531
     visibility_us: float | None = None
     tickets: bool = True
@@ -284,6 +287,14 @@ def simulate_megamoe(
 _BIN_US = 4.0
 
 
+def _rows_GBps(plan: MegaMoePlan, profile: MachineProfile, assume: Assumptions) -> float:
+    """At what rate rows of tokens travel where nothing else does, pulled or pushed."""
+    if DISPATCHES[plan.dispatch] == "pull":
+        return assume.pull_rate * profile.rates.pull_GBps
+    stores = profile.mechanism(MECHANISM_OF_STORE["st"])
+    return assume.push_rate * float(drain_GBps(stores, plan.num_sms, both_directions=True))
+
+
 def _machine(
     plan: MegaMoePlan,
     profile: MachineProfile,
@@ -319,7 +330,7 @@ def _machine(
         "hbm_GBps": hbm_GBps,
         "hbm_sm_GBps": even * assume.hbm_sm_share,
         "reuse_bytes": profile.gpu.l2_bytes * assume.l2_reuse,
-        "pull_GBps": assume.pull_rate * profile.rates.pull_GBps,
+        "pull_GBps": _rows_GBps(plan, profile, assume),
         "pull_share": assume.pull_share,
         "half_share": assume.half_share,
         "local_share": assume.local_share,

@@ -1,5 +1,6 @@
-// Dispatch: count and list the rows for every expert, tell the owners, copy x to where they pull it
-// from (pull.cuh).
+// Dispatch: count and list the rows for every expert and tell the owners. Where they pull the rows
+// (pull.cuh), the lists go to them and x is copied to where they can read it; where the sources push
+// (push.cuh), lists and x stay, and counts go to every rank.
 //
 // Roles: the prologue is run by all warps of every block, before the tiles; segments of x are copied
 // by the math warps before their first tile. Shared memory: counts and positions per expert, in the
@@ -8,7 +9,8 @@
 //   kSendCounts    red, every block -> grid barrier kCountsAdded -> read by every block
 //   kSendCursors   atomics of every block
 //   kRoutes, kCounts, kTokens (read or written by peers) -> grid barrier kRoutesStored; its last
-//                  arrival stores kDispatchSignals of every owner (release.sys)
+//                  arrival stores kDispatchSignals of every owner (release.sys). Where rows are
+//                  pushed: kCounts alone, by block 0, which stores the signals at once
 //   kDispatchSignals[source] -> acquire.sys by every block
 //   kSegmentsStaged -> its last arrival stores kStaged[source][segment] of every owner (release.sys)
 #pragma once

@@ -2,17 +2,17 @@
 //
 // Computes  y[t] = scale * sum over s of weight[t, s] * W2[e] (SiLU(Wg[e] x[t]) * (Wu[e] x[t])),
 //           e = idx[t, s].
-// Sends     routes and counts to the owners of the experts; rows of x are pulled by the owners; rows
-//           of Linear-2 results are stored into the token owners' combine slots while the next
-//           tiles are computed (the X-Stage action: reshape; schedule.h decides what stands between
+// Sends     counts, and routes, to the owners of the experts; rows of x, which owners pull or sources
+//           push; rows of Linear-2 results into the token owners' combine slots while the next tiles
+//           are computed (the X-Stage action: reshape; schedule.h decides what stands between
 //           bursts).
 //
 // Roles           warps   registers  file
 //   prologue      all     168        dispatch.cuh: count, list, tell owners
 //   load          0       104        mainloop.cuh: one thread; TMA
 //   schedule      1       104        mainloop.cuh: one thread; tiles, waits for their operands
-//   pull          2, 3    104        pull.cuh, pull_groups.cuh: rows of x into the x ring;
-//                                    combine.cuh at the end
+//   dispatch      2, 3    104        pull.cuh: rows of x into this rank's x ring, or push.cuh: into
+//                                    the rings of their owners; combine.cuh at the end
 //   math          4-11    200        dispatch.cuh: segments of x; mainloop.cuh, epilogue_l1.cuh,
 //                                    epilogue_l2.cuh, combine.cuh
 //
@@ -29,18 +29,20 @@
 //   ticket_full[8] 1 arrival + 4 bytes         scheduler of CTA 0 -> scheduler of CTA 1
 //   kMathGroup    128 threads                  votes of a math warpgroup, and its segments of x
 //   kTilesDone    288 threads (load, math)     all stores of the block are complete
-//   kRanksDone    320 threads (pull, math)     a vote: all ranks' results are here, combine
-//   kCombined     320 threads (pull, math)     nobody writes y any more
+//   kRanksDone    320 threads (dispatch, math) a vote: all ranks' results are here, combine
+//   kCombined     320 threads (dispatch, math) nobody writes y any more
 //
 // Global protocol (layout.h has the regions and why two banks suffice): writer, order -> reader
 //   kStaged       last block of a source, release.sys -> pull: a segment of its tokens is readable
+//   kRoutesStored every block, red.release.gpu -> push: this rank's lists are whole
 //   kTickets      scheduler of CTA 0, atomic: the next cluster tile of the sequence
-//   kArrived      pull, red.release.gpu -> scheduler, acquire + proxy fence
+//   kArrived      pull, red.release.gpu, or push of a source, red.release.sys -> scheduler,
+//                 acquire.sys + proxy fence
 //   kLinear1Done  math warps, red.release.gpu -> scheduler (operands of Linear-2), acquire + proxy
-//                 fence; pull (x ring slot free)
+//                 fence; pull, or push of a source, acquire.sys (x ring slot free)
 //   kLinear2Done  math warps, red.relaxed.gpu, their reads being over -> scheduler (h ring slot)
-//   kExpertStored math warps, red.release.gpu after bulk_wait<0> -> one pull warp per expert, which
-//                 stores kExpertDone of every source (release.sys) -> pull warps of the sources
+//   kExpertStored math warps, red.release.gpu after bulk_wait<0> -> one dispatch warp per expert, which
+//                 stores kExpertDone of every source (release.sys) -> dispatch warps of the sources
 //   from[rank]    last block of a rank, release.sys -> every block of every rank, then combine
 // Requires: all CTAs co-resident (cooperative launch); pairs of CTAs in a cluster; plan fields
 //           block_m, block_n, cluster_size as in traits_sm90.h (checked in launch.cu).

@@ -6,9 +6,13 @@
 //      kRoutes (bank n mod 2); then the signal word of this epoch in the owner's kDispatchSignals
 //      (release.sys). Copy x to kTokens in segments; the epoch into every owner's kStaged for each
 //      (release.sys). A single segment is copied before the signal, and has no word of its own.
+//      Where rows are pushed, counts of all experts go to every rank, routes into the source's own
+//      kRoutes, and x is not copied.
 //   2. Owner: wait for the dispatch signal of every source; the counts now fix the whole schedule.
 //      Pull rows in block order from kTokens of the sources, each when its segment is there, into
-//      the x ring; note kOrigins.
+//      the x ring; note kOrigins. Or, where rows are pushed, every source does, each in block order,
+//      into the owner's x ring and kOrigins, when the slot of the ring is free there (kLinear1Done),
+//      and counts them in the owner's kArrived.
 //   3. Linear-1 reads the x ring, writes the h ring. Linear-2 reads the h ring and stores each row
 //      into kCombine[slot][token] of its source. Every element there has exactly one writer.
 //   4. Owner: all stores of an expert complete -> kExpertDone[expert] = epoch on every source; all
@@ -19,11 +23,14 @@
 // Why no barrier at the end. A peer can begin call n + 1 while this rank is in call n, and then
 // stores counts and routes of bank (n + 1) mod 2. It cannot begin call n + 2 before this rank has
 // signalled call n + 1, so two banks suffice. Nothing else of call n + 1 touches this rank before
-// its own signal of n + 1. One copy of kTokens and kCombine suffices too: a rank leaves call n only
-// when every row that it sent has come back, so nobody still pulls from kTokens.
+// its own signal of n + 1, not even pushed rows. One copy of kTokens and kCombine suffices too: a
+// rank leaves call n only when every row that it sent has come back, so nobody still pulls from
+// kTokens.
 //
-// Counters of a bank are touched by this rank only. Call n zeroes the other bank: call n - 1, which
-// used it, ended before in stream order. Epoch words only grow and are never reset.
+// Counters of a bank are touched by this rank only, but for the sources that push rows: they add to
+// kArrived and read kLinear1Done until all of the call's rows are here. Call n zeroes the other
+// bank: call n - 1, which used it, ended before in stream order. Epoch words only grow and are never
+// reset.
 #pragma once
 
 #include "common/workspace.h"
@@ -77,12 +84,13 @@ constexpr int32_t kRouteGroups = 16;
   X(kCounts, int64_t{2} * 4 * plan.world * plan.num_experts,                                     \
     "uint32 [bank][source][expert]: rows that the source sends; of other owners when pushed")    \
   X(kRoutes, int64_t{2} * 4 * plan.max_rows(),                                                   \
-    "uint32 [bank][source][row]: token * topk + slot, by local expert, without gaps")            \
+    "uint32 [bank][source][row]: token * topk + slot, by local expert, without gaps; [owner] "   \
+    "instead of [source] where rows are pushed")                                                 \
   X(kOrigins, int64_t{4} * plan.max_blocks() * plan.block_m,                                     \
     "uint32 [block][row]: source << 28 | token * topk + slot")                                   \
   X(kTokens, int64_t{2} * plan.max_tokens * plan.hidden, "bf16 [token][hidden]: x of this rank") \
   X(kXRing, int64_t{2} * plan.x_ring_blocks * plan.block_m * plan.hidden,                        \
-    "bf16 [block mod x_ring_blocks][row][hidden]: pulled tokens")                                \
+    "bf16 [block mod x_ring_blocks][row][hidden]: received tokens")                              \
   X(kHRing, int64_t{2} * plan.h_ring_blocks * plan.block_m * plan.intermediate,                  \
     "bf16 [block mod h_ring_blocks][row][intermediate]: Linear-1 results")                       \
   X(kCombine, int64_t{2} * plan.topk * plan.max_tokens * plan.hidden,                            \
@@ -177,7 +185,8 @@ struct MegaMoeView {
                         int64_t{1} * (bank * plan.world + source) * plan.num_experts +
                             owner * plan.experts_per_rank());
   }
-  // Rows of one source, by local expert; expert e starts after the counts of experts 0 .. e - 1.
+  // Rows of one source, or for one owner where rows are pushed, by local expert; expert e starts
+  // after the counts of experts 0 .. e - 1.
   XS_HD uint32_t* routes(MegaMoePlan const& plan, MegaMoeLayout const& layout, int32_t bank,
                          int32_t source) const {
     return at<uint32_t>(layout, MegaMoeRegion::kRoutes,

@@ -23,7 +23,7 @@
 
 namespace xstage {
 
-constexpr int kPushBatch = 16;            // rows that a warp works out together, one per lane
+constexpr int kPushBatch = 16;             // rows that a warp works out together, one per lane
 constexpr int32_t kGroupBytes = 16 << 10;  // sent between two announcements
 
 // Up to 4 KiB of a row, in the registers of one warp: 16 bytes per lane and load. By assembly: the

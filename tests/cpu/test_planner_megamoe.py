@@ -174,7 +174,7 @@ def test_tile_follows_rows_per_expert(monkeypatch: pytest.MonkeyPatch) -> None:
         assert {plan.block_m for plan in plans} == {block_m}
 
 
-def test_rows_are_pulled_in_groups_where_the_link_is_what_counts() -> None:
+def test_rows_are_pushed_where_the_link_is_what_counts() -> None:
     link = MoEProblem(
         world=2,
         num_experts=64,
@@ -184,12 +184,17 @@ def test_rows_are_pulled_in_groups_where_the_link_is_what_counts() -> None:
         max_tokens=8192,
         remote_share=7 / 8,
     )
-    assert choose(link, PROFILE).plan.dispatch == 1
-    few = dataclasses.replace(link, max_tokens=1024)
+    pushed = choose(link, PROFILE).plan
+    assert pushed.dispatch == 1
+    # A slot for every block: 65,536 rows in blocks of 128, and some for skewed routing.
+    assert pushed.x_ring_blocks > 512
     at_home = dataclasses.replace(link, remote_share=0.1)
-    wide = dataclasses.replace(link, hidden=2112)
-    for other in (few, at_home, wide, LARGE):
+    deep = dataclasses.replace(link, intermediate=2048)
+    for other in (at_home, deep, LARGE):
         assert choose(other, PROFILE).plan.dispatch == 0, other
-    assert choose(link, PROFILE, dispatch=0).plan.dispatch == 0
-    with pytest.raises(RuntimeError, match=r"dispatch: expected 0 or 2 with hidden above 2048"):
-        choose(wide, PROFILE, dispatch=1).plan.bytes()
+    pulled = choose(link, PROFILE, dispatch=0).plan
+    assert (pulled.dispatch, pulled.x_ring_blocks) == (0, 64)
+    wide = dataclasses.replace(link, world=8, num_experts=256)
+    assert choose(wide, PROFILE, num_sms=2).plan.dispatch == 0
+    with pytest.raises(PlanError, match="num_sms: expected at least 4 where rows are pushed"):
+        choose(wide, PROFILE, num_sms=2, dispatch=1)

@@ -78,7 +78,10 @@ PLANS = [
     for schedule in (0, 1)
     for store in (0, 1, 2)
     for combine in (0, 1)
-] + [{"schedule": 1, "store": 0, "dispatch": 1}, {"schedule": 0, "store": 2, "dispatch": 1, "num_sms": 4}]
+] + [
+    {"schedule": 1, "store": 0, "dispatch": 1},
+    {"schedule": 0, "store": 2, "dispatch": 1, "num_sms": 4},
+]
 
 
 @pytest.mark.parametrize("uneven", [False, True])

@@ -151,8 +151,7 @@ PLANS = [
     {"num_sms": 2, "store": 2, "slice_rows": 8, "combine": 1},
     {"dispatch": 1, "schedule": 0},
     {"dispatch": 1, "store": 1, "combine": 1},
-    # Many rows for each push warp, and a ring that is shorter than a group of them; SMs enough for a
-    # push warp per rank.
+    # Many rows for each push warp, and a ring that is shorter than a group of them.
     {"dispatch": 1, "num_sms": 4, "store": 0},
     {
         "dispatch": 1,

@@ -29,6 +29,9 @@ from .problem import MoEProblem
 RING_BYTES = 512_000_000
 """Most bytes that the two rings of a rank take by default."""
 
+PUSH_FROM = 1.4
+"""Rows are pushed from this time on the link on, over that of arithmetic."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Instance:
@@ -299,6 +302,7 @@ def _base(
     """Shape, tile, order and stores; rings follow."""
     instance = _tile(problem.rows / problem.experts_per_rank, instances())
     cluster = given.get("cluster_size", instance.cluster_size)
+    sms = given.get("num_sms", (profile.gpu.num_sms - fields["idle_sms"]) // cluster * cluster)
     plan = MegaMoePlan(
         world=problem.world,
         num_experts=problem.num_experts,
@@ -309,23 +313,24 @@ def _base(
         block_m=given.get("block_m", instance.block_m),
         block_n=given.get("block_n", instance.block_n),
         cluster_size=cluster,
-        num_sms=given.get(
-            "num_sms", (profile.gpu.num_sms - fields["idle_sms"]) // cluster * cluster
-        ),
+        num_sms=sms,
         schedule=fields["schedule"],
         store=fields["store"],
         slice_rows=fields["slice_rows"],
         mix=fields["mix"],
         weight_layout=WEIGHT_LAYOUTS.index(problem.weight_layout),
-        dispatch=_dispatch(problem),
+        dispatch=given.get("dispatch", _dispatch(problem, profile, sms)),
     )
     group = min(fields["group_blocks"], max(cluster, _load_blocks(plan, problem)))
     return dataclasses.replace(plan, group_blocks=given.get("group_blocks", group))
 
 
-def _dispatch(problem: MoEProblem) -> int:
-    """Rows are pushed to peers, which loads the link fully; alone, they are pulled from x."""
-    return DISPATCHES.index("push" if problem.world > 1 else "pull")
+def _dispatch(problem: MoEProblem, profile: machine.MachineProfile, num_sms: int) -> int:
+    """Stores carry more than loads, but get in the way of an SM's own loads (docs/perf_log.md)."""
+    least = floors(problem, profile)
+    # Two push warps per SM, and one for every rank.
+    pushed = least.egress_us > PUSH_FROM * least.compute_us and 2 * num_sms >= problem.world
+    return DISPATCHES.index("push" if pushed else "pull")
 
 
 def _tile(per_expert: float, compiled: Sequence[Instance]) -> Instance:
@@ -357,7 +362,9 @@ def _with_rings(
     h_ring = max(least, min(least + spare, most))
     room = ring_bytes - 2 * h_ring * base.block_m * base.intermediate
     fits = room // (2 * base.block_m * base.hidden)
-    wanted = min(x_ring, _load_blocks(base, problem) * 5 // 4)
+    load = _load_blocks(base, problem) * 5 // 4
+    # Pushed rows best never wait for a slot.
+    wanted = load if DISPATCHES[base.dispatch] == "push" else min(x_ring, load)
     return dataclasses.replace(
         base,
         lead_blocks=0 if wave else distance,
