@@ -366,7 +366,7 @@ def test_plan_fields_can_be_given() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("block_m", 0), ("block_n", 0), ("cluster_size", 0), ("num_sms", None), ("pull", 0.5),
+    [("block_m", 0), ("block_n", 0), ("cluster_size", 0), ("num_sms", None), ("dispatch", 0.5),
      ("schedule", "1"), ("lead_blocks", -1)],
 )  # fmt: skip
 def test_values_of_plan_fields_are_refused_by_name(field: str, value: Any) -> None:
