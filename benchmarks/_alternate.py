@@ -18,7 +18,7 @@ import numpy.typing as npt
 from xstage_ext.testing import Ratio, Timing, time_arms
 
 WARM_UP_US = 0.5e6
-FEWEST_BLOCKS, MOST_BLOCKS = 20, 100
+FEWEST_BLOCKS, MOST_BLOCKS = 20, 60
 RESAMPLES = 4000
 
 

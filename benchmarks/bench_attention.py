@@ -53,7 +53,7 @@ PREDICTED = {
 """What the planner calls an arm."""
 CLOSE = ("fa3", "fused", "fused burst")
 """Arms that differ by a percent."""
-CLOSE_SECONDS = 5.0
+CLOSE_SECONDS = 6.0
 
 
 @dataclasses.dataclass(frozen=True)

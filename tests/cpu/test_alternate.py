@@ -36,11 +36,11 @@ def arms(monkeypatch):
 
 
 def test_small_differences_are_found_under_a_wandering_clock(alternate, arms):
-    ratios, blocks = alternate.over_base(arms, "alone", sum(TIMES.values()), seconds=9.0)
-    assert blocks == 75 and ratios.keys() == {"fused", "burst"}
+    ratios, blocks = alternate.over_base(arms, "alone", sum(TIMES.values()), seconds=4.8)
+    assert blocks == 40 and ratios.keys() == {"fused", "burst"}
     for name, ratio in ratios.items():
         wanted = TIMES[name] / TIMES["alone"]
-        assert ratio.low < wanted < ratio.high and ratio.high - ratio.low < 0.006
+        assert ratio.low < wanted < ratio.high and ratio.high - ratio.low < 0.008
 
 
 def test_a_steady_drift_divides_out_of_a_block(alternate):
@@ -52,6 +52,6 @@ def test_a_steady_drift_divides_out_of_a_block(alternate):
     assert (ratio.low, ratio.median, ratio.high) == pytest.approx((1.01, 1.01, 1.01))
 
 
-@pytest.mark.parametrize(("seconds", "blocks"), [(0.0, 20), (1e6, 100)])
+@pytest.mark.parametrize(("seconds", "blocks"), [(0.0, 20), (1e6, 60)])
 def test_blocks_are_neither_few_nor_many(alternate, arms, seconds, blocks):
     assert alternate.over_base(arms, "alone", 6e4, seconds)[1] == blocks
