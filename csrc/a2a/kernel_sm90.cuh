@@ -10,9 +10,10 @@
 //                         run; warp 1 stores them from there. No byte passes a register.
 // Shared memory   the routes (5.6 KiB); bulk: kStages x kStageBytes
 // Barriers        bulk: full, empty of every stage
-// Global protocol common/channel.cuh: slots announced by block 0 and awaited by every block;
-//                 arrivals and signals at the end; the last block of a rank waits for all ranks, so
-//                 that the kernel's end is the call's end. No block waits for another of its rank.
+// Global protocol common/channel.cuh: slots announced by the last block and awaited by every block;
+//                 every block tells the peers at its end; the last block of a rank waits for all
+//                 ranks, so that the kernel's end is the call's end. No block waits for another of
+//                 its rank.
 // Launch          early (common/launch.h): what needs parameters only comes before the wait for the
 //                 kernel before
 // Requires        a virtual group's ranks co-resident (cooperative launch). Bulk and 16-byte
@@ -39,13 +40,11 @@ constexpr int kStoresInFlight = 4;  // of the stages; loads have the others
 struct RouteTable {
   A2aRoute routes[kMaxA2aTensors * kMaxRanks];
 
-  // All threads from `first` on.
-  __device__ __forceinline__ void fill(A2aParams const& params, A2aRankParams const& rank,
-                                       int first) {
+  // All threads of the block.
+  __device__ __forceinline__ void fill(A2aParams const& params, A2aRankParams const& rank) {
     int const world = static_cast<int>(rank.workspace.world);
-    int const threads = static_cast<int>(blockDim.x) - first;
-    for (int i = static_cast<int>(threadIdx.x) - first; i >= 0 && i < params.num_tensors * world;
-         i += threads) {
+    for (int i = static_cast<int>(threadIdx.x); i < params.num_tensors * world;
+         i += static_cast<int>(blockDim.x)) {
       routes[i] = make_route(params, rank, i / world, i % world);
     }
   }
@@ -58,7 +57,7 @@ struct BulkStorage {
 };
 
 // Chunks of this block, one after another: chunk-major, destinations alternating from the rank
-// behind the own one on.
+// behind the own one on. The first one is found on construction.
 class ChunkWalk {
  public:
   __device__ __forceinline__ ChunkWalk(A2aParams const& params, A2aRankParams const& rank,
@@ -68,23 +67,28 @@ class ChunkWalk {
         world_(static_cast<uint32_t>(rank.workspace.world)),
         first_dst_(static_cast<uint32_t>(rank.workspace.rank) + 1),
         index_(blockIdx.x),
-        end_(static_cast<uint32_t>(params.chunks) * world_) {}
+        end_(static_cast<uint32_t>(params.chunks) * world_) {
+    next();
+  }
 
-  __device__ __forceinline__ bool next(A2aChunk& chunk) {
+  __device__ __forceinline__ bool done() const { return done_; }
+  __device__ __forceinline__ A2aChunk const& chunk() const { return chunk_; }
+
+  __device__ __forceinline__ void next() {
     for (; index_ < end_; index_ += gridDim.x) {
       int32_t number = static_cast<int32_t>(index_ / world_);
       uint32_t const dst_rank = (first_dst_ + index_ % world_) % world_;
       for (uint32_t t = 0; t < num_tensors_; ++t) {
         A2aRoute const& route = table_.routes[t * world_ + dst_rank];
         if (number < route.chunks) {
-          chunk = chunk_of(route, number);
+          chunk_ = chunk_of(route, number);
           index_ += gridDim.x;
-          return true;
+          return;
         }
         number -= route.chunks;
       }
     }
-    return false;
+    done_ = true;
   }
 
  private:
@@ -94,6 +98,8 @@ class ChunkWalk {
   uint32_t first_dst_;
   uint32_t index_;
   uint32_t end_;
+  A2aChunk chunk_;
+  bool done_ = false;
 };
 
 // One 16-byte load that leaves L1 to others: the data is read once.
@@ -162,8 +168,7 @@ __device__ __forceinline__ void copy_chunk(A2aChunk const& chunk) {
 
 template <class Vec>
 __device__ __forceinline__ void send_vectors(ChunkWalk walk) {
-  A2aChunk chunk;
-  while (walk.next(chunk)) copy_chunk<Vec>(chunk);
+  for (; !walk.done(); walk.next()) copy_chunk<Vec>(walk.chunk());
 }
 
 __device__ __forceinline__ void bulk_load(void* shared, void const* global, uint32_t bytes,
@@ -189,6 +194,18 @@ __device__ __forceinline__ void load_chunk(A2aChunk const& chunk, char* stage, M
   }
 }
 
+// Into the L2, while the kernel before still runs: the first load finds it there. Where that kernel is
+// still writing it, the L2 has what it writes.
+__device__ __forceinline__ void prefetch_chunk(A2aChunk const& chunk) {
+  uint32_t const lines = chunk.rows * chunk.runs;
+  for (uint32_t line = threadIdx.x % kWarpThreads; line < lines; line += kWarpThreads) {
+    char const* const source = chunk.source + line / chunk.runs * chunk.source_row_stride +
+                               line % chunk.runs * chunk.source_run_stride;
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(chunk.run_bytes)
+                 : "memory");
+  }
+}
+
 __device__ __forceinline__ void store_chunk(A2aChunk const& chunk, char const* stage) {
   uint32_t const bytes = chunk.runs * chunk.run_bytes;  // runs lie side by side at the receiver
   uint32_t const lane = threadIdx.x % kWarpThreads;
@@ -200,10 +217,9 @@ __device__ __forceinline__ void store_chunk(A2aChunk const& chunk, char const* s
 
 __device__ __forceinline__ void load_role(ChunkWalk walk, BulkStorage& storage) {
   RingState<kStages> at;
-  A2aChunk chunk;
-  while (walk.next(chunk)) {
+  for (; !walk.done(); walk.next()) {
     storage.empty[at.stage].wait(at.phase ^ 1);
-    load_chunk(chunk, storage.stages[at.stage], storage.full[at.stage]);
+    load_chunk(walk.chunk(), storage.stages[at.stage], storage.full[at.stage]);
     at.advance();
   }
 }
@@ -214,10 +230,9 @@ __device__ __forceinline__ void load_role(ChunkWalk walk, BulkStorage& storage) 
 __device__ __forceinline__ void store_role(ChunkWalk walk, BulkStorage& storage, bool granted) {
   RingState<kStages> at;
   RingState<kStages> returned;
-  A2aChunk chunk;
-  for (int issued = 0; walk.next(chunk); ++issued) {
+  for (int issued = 0; !walk.done(); walk.next(), ++issued) {
     storage.full[at.stage].wait(at.phase);
-    if (granted) store_chunk(chunk, storage.stages[at.stage]);
+    if (granted) store_chunk(walk.chunk(), storage.stages[at.stage]);
     at.advance();
     if (issued < kStoresInFlight) continue;
     bulk_wait_read<kStoresInFlight>();
@@ -229,17 +244,17 @@ __device__ __forceinline__ void store_role(ChunkWalk walk, BulkStorage& storage,
 
 // The last block of a rank stays until all ranks have stored to it.
 __device__ __forceinline__ void finish_call(A2aParams const& params, A2aRankParams const& rank,
-                                            uint64_t epoch) {
+                                            uint64_t epoch, uint64_t call) {
   __shared__ bool last;
   __shared__ bool arrived;
   Workspace const& workspace = rank.workspace;
   __syncthreads();
-  if (threadIdx.x == 0) last = arrive_and_publish(workspace, epoch, gridDim.x);
+  if (threadIdx.x == 0) last = add_share(workspace, epoch, call, blockIdx.x, gridDim.x);
   __syncthreads();
   if (!last) return;
   if (threadIdx.x < kWarpThreads) {
     if (threadIdx.x == 0) record_slot_use(workspace, epoch, params.slot);
-    arrived = wait_for_ranks(workspace, epoch, Phase::kA2aArrival);
+    arrived = wait_for_shares(workspace, epoch, call, Phase::kA2aArrival);
   }
   __syncthreads();
   if (!arrived) {
@@ -248,11 +263,15 @@ __device__ __forceinline__ void finish_call(A2aParams const& params, A2aRankPara
   }
 }
 
-// One warp, behind the kernel before: announces the free slots of this rank (block 0) and waits for
-// the slot of this call.
+// One warp, behind the kernel before: announces the free slots of this rank and the call, and waits
+// for the slot of this call. The last block announces, which never has more chunks than another: the
+// fence in front of the announcement holds up its first store.
 __device__ __forceinline__ bool begin_call(A2aParams const& params, A2aRankParams const& rank,
                                            uint64_t epoch) {
-  if (blockIdx.x == 0) announce_slots(rank.workspace, epoch, params.free_slots);
+  if (blockIdx.x + 1 == gridDim.x) {
+    announce_slots(rank.workspace, epoch, params.free_slots);
+    announce_call(rank.workspace, epoch);
+  }
   return wait_for_slot(rank.workspace, epoch, params.slot);
 }
 
@@ -262,17 +281,20 @@ __global__ void __launch_bounds__(kVectorThreads, kVectorBlocksPerSm)
   __shared__ RouteTable table;
   __shared__ bool granted;
   A2aRankParams const& rank = params.ranks[blockIdx.y];
-  table.fill(params, rank, kWarpThreads);
+  table.fill(params, rank);
+  __syncthreads();
+  ChunkWalk const walk(params, rank, table);
   wait_for_kernel_before();
   uint64_t const epoch = call_epoch(rank.workspace);
+  uint64_t const call = shared_call(rank.workspace);
   if (threadIdx.x < kWarpThreads) {
     bool const ok = begin_call(params, rank, epoch);
     if (threadIdx.x == 0) granted = ok;
   }
   __syncthreads();
-  if (granted) send_vectors<Vec>(ChunkWalk(params, rank, table));
+  if (granted) send_vectors<Vec>(walk);
   launch_dependent_kernel();
-  finish_call(params, rank, epoch);
+  finish_call(params, rank, epoch, call);
 }
 
 __global__ void __launch_bounds__(kBulkThreads)
@@ -286,18 +308,20 @@ __global__ void __launch_bounds__(kBulkThreads)
     storage.empty[threadIdx.x].init(kWarpThreads);
   }
   cutlass::arch::fence_barrier_init();
-  table.fill(params, rank, 0);
+  table.fill(params, rank);
   __syncthreads();
+  ChunkWalk const walk(params, rank, table);
+  if (threadIdx.x < kWarpThreads && !walk.done()) prefetch_chunk(walk.chunk());
   wait_for_kernel_before();
   uint64_t const epoch = call_epoch(rank.workspace);
-  ChunkWalk const walk(params, rank, table);
+  uint64_t const call = shared_call(rank.workspace);
   if (threadIdx.x < kWarpThreads) {
     load_role(walk, storage);
   } else {
     store_role(walk, storage, begin_call(params, rank, epoch));
   }
   launch_dependent_kernel();
-  finish_call(params, rank, epoch);
+  finish_call(params, rank, epoch, call);
 }
 
 }  // namespace xstage

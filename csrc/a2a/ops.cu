@@ -7,10 +7,11 @@
 namespace xstage {
 namespace {
 
-// What a call takes unless its plan says otherwise (measured, csrc/a2a/README.md): a small call
-// fewer blocks, which all have to arrive at its end; a large one enough to fill the link.
+// What a call takes unless its plan says otherwise (measured, csrc/a2a/README.md): a small call at
+// most half of the SMs, so that the blocks of the next one are there when it ends; a large one enough
+// to fill the link.
 constexpr int kVectorSms = 32;  // of a small call by 16-byte stores
-constexpr int kSmallSms = 96;
+constexpr int kSmallSms = 64;
 constexpr int kLargeSms = 131;
 constexpr int64_t kSmallBytes = 8 << 20;
 constexpr int64_t kVectorBytes = 1 << 20;  // below, 16-byte stores instead of bulk copies
@@ -49,9 +50,10 @@ int64_t sent_bytes(Exchange const& exchange) {
 int32_t rows_per_chunk(Exchange const& exchange, A2aForm const& form, int64_t blocks) {
   int64_t heads = 1;
   for (int r = 0; r < form.world; ++r) heads = max_of<int64_t>(heads, form.heads[r].count);
+  int64_t const line = heads * exchange.shape.row_bytes();
   int64_t const share = ceil_div(sent_bytes(exchange), blocks * form.world);
-  int64_t const chunk = min_of<int64_t>(kStageBytes, max_of(kSmallestChunk, share));
-  return static_cast<int32_t>(max_of<int64_t>(1, chunk / (heads * exchange.shape.row_bytes())));
+  int64_t const rows = ceil_div(max_of(kSmallestChunk, share), line);
+  return static_cast<int32_t>(max_of<int64_t>(1, min_of(rows, kStageBytes / line)));
 }
 
 void fill_rank(A2aRankParams& rank, Exchange const& exchange, size_t index) {

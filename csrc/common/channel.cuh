@@ -7,8 +7,10 @@
 //
 // Flags (writer, order -> reader, order; nobody resets them):
 //   arrivals   every block, fence + inc       -> the last block of the same call; wraps to 0
-//   from[r]    last block of rank r, fence + st -> wait_for_ranks of this rank, acquire.sys
-//   calls      last block, fence + st         -> the next kernel of this channel, by stream order
+//   from[r]    last block of rank r, fence + st -> wait_for_ranks of this rank, acquire.sys; where
+//              blocks add shares: announce_call, st -> wait_for_shares, behind parts[r]
+//   parts[r]   every block of rank r, fence + add -> wait_for_shares of this rank, acquire.sys
+//   calls      last block, st                 -> the next kernel of this channel, by stream order
 //   released   grant_slot of rank r, fence + st -> grant_slot of this rank, acquire.sys
 //   failed     any role, or.release.sys       -> every wait, acquire.sys
 //
@@ -59,6 +61,20 @@ __device__ __forceinline__ bool arrive_and_publish(Workspace const& workspace, u
   return true;
 }
 
+// Whether rank `src_rank`, which has done its part, made the same call and nobody failed. `seen`: its
+// signal, `failed`: the failure word, both from the last poll.
+__device__ __forceinline__ bool agrees(Workspace const& workspace, WaitSite site, uint64_t seen,
+                                       uint64_t failed) {
+  uint64_t const expected = workspace.signal(site.epoch);
+  // A rank that is already a call ahead has compared this call's digests itself.
+  if (signal_epoch(seen) == site.epoch && seen != expected) {
+    WaitSite const differs{site.phase, site.src_rank, site.epoch, signal_digest(expected)};
+    give_up(workspace, differs, FaultKind::kPlanDiffers, signal_digest(seen), 0);
+    return false;
+  }
+  return failed == 0 || nobody_failed(workspace, site);
+}
+
 // One whole warp; lane r waits for rank r and compares digests. Returns the same value in all
 // lanes. After true, plain loads see what the peers stored; a TMA load of it in the same kernel
 // needs fence_proxy_async() first.
@@ -68,17 +84,79 @@ __device__ __forceinline__ bool wait_for_ranks(Workspace const& workspace, uint6
   bool ok = true;
   if (src_rank < workspace.world) {
     uint64_t const* const word = &workspace.channel_of(workspace.rank)->from[src_rank];
+    uint64_t const* const failed_word = &workspace.control(workspace.rank)->failed;
     WaitSite const site{phase, src_rank, epoch, epoch};
-    uint64_t seen = 0;
-    ok = wait_until(workspace, site, [&] { return signal_epoch(seen = ld_acquire_sys(word)); });
-    // A rank that is already a call ahead has compared this call's digests itself.
-    uint64_t const expected = workspace.signal(epoch);
-    if (ok && signal_epoch(seen) == epoch && seen != expected) {
-      WaitSite const differs{phase, src_rank, epoch, signal_digest(expected)};
-      give_up(workspace, differs, FaultKind::kPlanDiffers, signal_digest(seen), 0);
-      ok = false;
-    }
-    ok = ok && nobody_failed(workspace, site);
+    uint64_t seen = 0, failed = 0;
+    ok = wait_until(workspace, site, [&] {
+      failed = ld_relaxed_sys(failed_word);  // beside the other load, not behind it
+      return signal_epoch(seen = ld_acquire_sys(word));
+    });
+    ok = ok && agrees(workspace, site, seen, failed);
+  }
+  return __all_sync(0xffffffffu, ok);
+}
+
+// The end of a call in two round trips less, for an operator whose last block waits itself: every
+// block tells the peers, instead of the last one for all of them.
+//
+//   call = shared_call(ws)                              every block, at its start
+//   announce_call(ws, epoch)                            one warp of the rank, before its block's end
+//   add_share(ws, epoch, call, block, blocks)           one thread per block, at its end
+//   wait_for_shares(ws, epoch, call, phase)             one warp of the block that was the last
+
+// How many calls of this kind the channel will have made with this one. Shares that other blocks
+// have added already do not make a whole.
+__device__ __forceinline__ uint64_t shared_call(Workspace const& workspace) {
+  uint64_t const* const own = &workspace.channel_of(workspace.rank)->parts[workspace.rank];
+  return (ld_relaxed_gpu(own) >> kWholeCallBits) + 1;
+}
+
+// One whole warp. Says which call this is, for the comparison at its end.
+__device__ __forceinline__ void announce_call(Workspace const& workspace, uint64_t epoch) {
+  int const lane = static_cast<int>(threadIdx.x % 32);
+  if (lane >= workspace.world) return;
+  st_relaxed_sys(&workspace.channel_of(lane)->from[workspace.rank], workspace.signal(epoch));
+}
+
+// As arrive_and_publish: after all stores of the block, also when it gave up; then its share does not
+// reach the peers. Returns true in the last block.
+__device__ __forceinline__ bool add_share(Workspace const& workspace, uint64_t epoch, uint64_t call,
+                                          uint32_t block, uint32_t num_blocks) {
+  bool const gave_up = aborted(workspace);
+  fence_proxy_async();
+  fence_acq_rel_sys();
+  uint64_t const share = share_of_call(block, num_blocks);
+  for (int64_t i = 1; i < workspace.world && !gave_up; ++i) {
+    int64_t const dst_rank = (workspace.rank + i) % workspace.world;
+    // The fence above makes this a release; additions to one word carry each other's.
+    red_add_relaxed_sys(&workspace.channel_of(dst_rank)->parts[workspace.rank], share);
+  }
+  Channel* const own = workspace.channel_of(workspace.rank);
+  uint64_t const before = atom_add_relaxed_sys(&own->parts[workspace.rank], share);
+  if ((before + share) >> kWholeCallBits != call) return false;
+  // Read by later kernels only, which the end of this one orders.
+  st_relaxed_sys(&own->calls, epoch);
+  return true;
+}
+
+// As wait_for_ranks.
+__device__ __forceinline__ bool wait_for_shares(Workspace const& workspace, uint64_t epoch,
+                                                uint64_t call, Phase phase) {
+  int const src_rank = static_cast<int>(threadIdx.x % 32);
+  bool ok = true;
+  if (src_rank < workspace.world) {
+    Channel const* const own = workspace.channel_of(workspace.rank);
+    uint64_t const* const failed_word = &workspace.control(workspace.rank)->failed;
+    WaitSite const site{phase, src_rank, epoch, call};
+    uint64_t seen = 0, failed = 0;
+    ok = wait_until(workspace, site, [&] {
+      failed = ld_relaxed_sys(failed_word);
+      seen = ld_relaxed_sys(&own->from[src_rank]);
+      return ld_acquire_sys(&own->parts[src_rank]) >> kWholeCallBits;
+    });
+    // The announcement came before the shares, but perhaps after it was looked for.
+    if (ok && signal_epoch(seen) < epoch) seen = ld_relaxed_sys(&own->from[src_rank]);
+    ok = ok && agrees(workspace, site, seen, failed);
   }
   return __all_sync(0xffffffffu, ok);
 }

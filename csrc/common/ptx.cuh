@@ -61,6 +61,9 @@ __device__ __forceinline__ void red_add_release_sys(uint32_t* p, uint32_t v) {
 __device__ __forceinline__ void red_add_release_sys(uint64_t* p, uint64_t v) {
   asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
+__device__ __forceinline__ void red_add_relaxed_sys(uint64_t* p, uint64_t v) {
+  asm volatile("red.relaxed.sys.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
 __device__ __forceinline__ void red_or_release_sys(uint64_t* p, uint64_t v) {
   asm volatile("red.release.sys.global.or.b64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
@@ -84,6 +87,15 @@ __device__ __forceinline__ uint32_t atom_add_acq_rel_gpu(uint32_t* p, uint32_t v
 __device__ __forceinline__ uint64_t atom_add_acq_rel_gpu(uint64_t* p, uint64_t v) {
   uint64_t old;
   asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;"
+               : "=l"(old)
+               : "l"(p), "l"(v)
+               : "memory");
+  return old;
+}
+
+__device__ __forceinline__ uint64_t atom_add_relaxed_sys(uint64_t* p, uint64_t v) {
+  uint64_t old;
+  asm volatile("atom.relaxed.sys.global.add.u64 %0, [%1], %2;"
                : "=l"(old)
                : "l"(p), "l"(v)
                : "memory");

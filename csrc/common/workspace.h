@@ -36,13 +36,23 @@ XS_HD constexpr uint64_t signal_digest(uint64_t word) {
   return word & ((uint64_t{1} << kDigestBits) - 1);
 }
 
+// What the blocks of one call add to a peer's counter together (2^kWholeCallBits), each its share.
+constexpr int kWholeCallBits = 20;
+
+XS_HD constexpr uint64_t share_of_call(uint32_t block, uint32_t num_blocks) {
+  uint64_t const whole = uint64_t{1} << kWholeCallBits;
+  return (block + 1) * whole / num_blocks - block * whole / num_blocks;
+}
+
 // The counters of one operator instance. Its calls follow each other on one stream. Epochs only
 // grow, so CUDA graphs replay them and no call has to reset anything.
 struct alignas(128) Channel {
   // Written by this rank.
   uint64_t calls;     // epoch of the last finished call; the next call is calls + 1
   uint32_t arrivals;  // blocks of the running call that have finished; the last one wraps it to 0
-  uint32_t pad_arrivals[29];
+  uint32_t pad_arrivals;
+  uint64_t parts[kMaxRanks];  // parts[r]: shares of rank r's calls; also written by peers
+  uint64_t pad_parts[6];
   uint64_t last_use[kMaxSlots];  // last_use[s]: last call that was granted output slot s
   // Written by peers.
   uint64_t from[kMaxRanks];  // from[r]: signal of rank r's last call; its stores to us are done

@@ -114,7 +114,7 @@ class MathRole {
  public:
   using Element = typename Traits::Element;
   using Storage = Fa3SharedStorage<Traits>;
-  using Softmax = OnlineSoftmax<Traits::kBlockN>;
+  using Softmax = OnlineSoftmax<Traits::kBlockN, Traits::kMaximaAtOnce>;
   using FragmentO = decltype(cute::partition_fragment_C(
       typename Traits::MmaPV{}, cute::Shape<cute::Int<kGroupRows>, cute::Int<Traits::kHeadDim>>{}));
 
@@ -202,7 +202,7 @@ __device__ __forceinline__ bool MathRole<Traits>::run(QueryTile const& tile, Fra
     }
   };
   constexpr Int<0> kBegin;
-  constexpr Int<Softmax::kSecondEnd> kLastPart;
+  constexpr Int<Softmax::kEarly> kLate;
   constexpr Int<Softmax::kSize> kEnd;
   float rescale[2];
 
@@ -246,9 +246,9 @@ __device__ __forceinline__ bool MathRole<Traits>::run(QueryTile const& tile, Fra
       warpgroup_fence_operand(out);
       release(smem_.v_empty[v_ring_.stage]);
       v_ring_.advance();
-      take_probabilities(kBegin, kLastPart);
+      take_probabilities(kBegin, kLate);
     });
-    take_probabilities(kLastPart, kEnd);
+    take_probabilities(kLate, kEnd);
     v_valid = block.num_valid;
     cursor.advance();
     if (!cursor.done()) smem_.k_full[k_ring_.stage].wait(k_ring_.phase);

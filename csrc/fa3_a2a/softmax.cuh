@@ -7,9 +7,10 @@
 // reference exact, so a row pays for a new maximum (a reduction over its four threads, a rescaled
 // output) only in the first few blocks, and exponentials need not wait for a maximum.
 //
-// A block is taken in three parts: while the exponentials of one part run on the special-function
-// unit, the maxima of the next part run beside them. Sums stay per thread until the end of the
-// tile.
+// A block is taken in two parts: while the exponentials of the first run on the special-function
+// unit, the maxima of the second run beside them. Or it is taken at once, where other warpgroups
+// have exponentials enough for that unit: then a second question costs more than it hides. Sums stay
+// per thread until the end of the tile.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -26,7 +27,7 @@ __device__ __forceinline__ float combine_quad(float x, Combine combine) {
 }
 
 // kColumns: of a block of scores; a thread holds kColumns / 2 of them in two rows (masks.cuh).
-template <int kColumns>
+template <int kColumns, bool kAtOnce>
 class OnlineSoftmax {
  public:
   static constexpr int kSize = kColumns / 2;
@@ -34,29 +35,24 @@ class OnlineSoftmax {
   __device__ __forceinline__ explicit OnlineSoftmax(float scale_log2)
       : scale_log2_(scale_log2), slack_(kSlack / scale_log2) {}
 
-  // Elements of a thread before the end of the first and of the second part. The first is small:
-  // its maxima have nothing to hide behind.
-  static constexpr int kFirstEnd = 16;
-  static constexpr int kSecondEnd = kFirstEnd + (kSize - kFirstEnd) / 8 * 4;
+  // Elements of a thread whose exponentials come first: those of the first part, more than half.
+  static constexpr int kEarly = kSize / 16 * 8 + 8;
 
   // Turns scores into probabilities in place. `rescale`: by what the output so far must be
   // multiplied. Returns false in the whole warp when that is one. `behind_maxima` is called beside
-  // the last exponentials, when elements [0, kSecondEnd) are final.
+  // the last exponentials, when elements [0, kEarly) are final.
   template <class Scores, class BehindMaxima>
   __device__ __forceinline__ bool step(Scores& scores, float (&rescale)[2],
                                        BehindMaxima behind_maxima) {
-    bool raised = false;
+    constexpr int kAsked = kAtOnce ? kSize : kEarly;
     float top[2];
-    find_top<0, kFirstEnd>(scores, top);
-    raised |= raise_if_needed<0>(scores, top, rescale, raised);
-    find_top<kFirstEnd, kSecondEnd>(scores, top);
-    exponentiate<0, kFirstEnd>(scores);
-    raised |= raise_if_needed<kFirstEnd>(scores, top, rescale, raised);
-    find_top<kSecondEnd, kSize>(scores, top);
-    exponentiate<kFirstEnd, kSecondEnd>(scores);
-    raised |= raise_if_needed<kSecondEnd>(scores, top, rescale, raised);
+    find_top<0, kAsked>(scores, top);
+    bool raised = raise_if_needed<0>(scores, top, rescale, false);
+    if constexpr (!kAtOnce) find_top<kAsked, kSize>(scores, top);
+    exponentiate<0, kEarly>(scores);
+    if constexpr (!kAtOnce) raised |= raise_if_needed<kAsked>(scores, top, rescale, raised);
     behind_maxima();
-    exponentiate<kSecondEnd, kSize>(scores);
+    exponentiate<kEarly, kSize>(scores);
     return raised;
   }
 

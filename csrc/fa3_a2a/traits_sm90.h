@@ -38,6 +38,8 @@ struct Fa3Traits {
   // Registers after setmaxnreg; the sum over all threads must fit the register file.
   static constexpr int kLoadRegisters = kMathGroups == 2 ? 24 : 32;
   static constexpr int kMathRegisters = kMathGroups == 2 ? 240 : 160;
+  // Softmax of a whole block at once (softmax.cuh): three warpgroups hide each other's latencies.
+  static constexpr bool kMaximaAtOnce = kMathGroups == 3;
   static_assert(kWarpgroup * (kLoadRegisters + kMathGroups * kMathRegisters) <= 65536);
   static_assert(kBlockM % kGroupRows == 0 && kHeadDim % kPanelCols == 0 && kBlockN % 16 == 0);
 
