@@ -22,14 +22,15 @@ from xstage_ext.testing import Routing, make_routing
 CONFIGS = pathlib.Path(__file__).with_name("configs_84.json")
 
 ARMS: dict[str, dict[str, int]] = {
-    "wave/st": {"schedule": 0, "store": 0},
-    "interleaved/st": {"schedule": 1, "store": 0},
+    "wave/st": {"schedule": 0, "store": 0, "dispatch": 0},
+    "interleaved/st": {"schedule": 1, "store": 0, "dispatch": 0},
     "wave": {"schedule": 0, "store": 2},
     "interleaved": {"schedule": 1, "store": 2},
     "planner": {},
 }
-"""Overrides of the planner by arm. With `st` the math warps issue plain stores (the published
-experiment); `wave` and `interleaved` send asynchronously, in paced slices."""
+"""Overrides of the planner by arm. With `st` the math warps issue plain stores and the owners of
+experts pull every row (the published experiment); `wave` and `interleaved` send asynchronously, in
+paced slices."""
 
 EXTRA_PLANS: dict[str, dict[str, int]] = {
     "wave st 64 early": {"schedule": 0, "store": 0, "wave_blocks": 64, "combine": 1},

@@ -190,11 +190,13 @@ def test_rows_are_pushed_where_the_link_is_what_counts() -> None:
     assert pushed.x_ring_blocks > 512
     at_home = dataclasses.replace(link, remote_share=0.1)
     deep = dataclasses.replace(link, intermediate=2048)
-    for other in (at_home, deep, LARGE):
+    wide = dataclasses.replace(link, hidden=2112)
+    few = dataclasses.replace(link, max_tokens=1024)
+    for other in (at_home, deep, wide, few, LARGE):
         assert choose(other, PROFILE).plan.dispatch == 0, other
     pulled = choose(link, PROFILE, dispatch=0).plan
     assert (pulled.dispatch, pulled.x_ring_blocks) == (0, 64)
-    wide = dataclasses.replace(link, world=8, num_experts=256)
-    assert choose(wide, PROFILE, num_sms=2).plan.dispatch == 0
+    many = dataclasses.replace(link, world=8, num_experts=256)
+    assert choose(many, PROFILE, num_sms=2).plan.dispatch == 0
     with pytest.raises(PlanError, match="num_sms: expected at least 4 where rows are pushed"):
-        choose(wide, PROFILE, num_sms=2, dispatch=1)
+        choose(many, PROFILE, num_sms=2, dispatch=1)

@@ -29,8 +29,17 @@ from .problem import MoEProblem
 RING_BYTES = 512_000_000
 """Most bytes that the two rings of a rank take by default."""
 
-PUSH_FROM = 1.4
+PUSH_WARPS = 2
+"""Warps of an SM that pull or push rows."""
+
+PUSH_FROM = 0.9
 """Rows are pushed from this time on the link on, over that of arithmetic."""
+
+PUSH_MOST_HIDDEN = 2048
+"""Wider rows keep the link as busy when they are pulled."""
+
+PUSH_LEAST_ROWS = 64
+"""Rows per push warp from which on pushing pays."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -328,8 +337,13 @@ def _base(
 def _dispatch(problem: MoEProblem, profile: machine.MachineProfile, num_sms: int) -> int:
     """Stores carry more than loads, but get in the way of an SM's own loads (docs/perf_log.md)."""
     least = floors(problem, profile)
-    # Two push warps per SM, and one for every rank.
-    pushed = least.egress_us > PUSH_FROM * least.compute_us and 2 * num_sms >= problem.world
+    warps = PUSH_WARPS * num_sms
+    pushed = (
+        least.egress_us > PUSH_FROM * least.compute_us
+        and problem.hidden <= PUSH_MOST_HIDDEN
+        and problem.rows >= PUSH_LEAST_ROWS * warps
+        and problem.world <= warps  # one for every rank
+    )
     return DISPATCHES.index("push" if pushed else "pull")
 
 
