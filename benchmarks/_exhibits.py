@@ -79,7 +79,11 @@ def attention(lines: Sequence[Line], profile: machine.MachineProfile) -> Exhibit
     axes.set_ylabel("time over attention alone, share of it")
     axes.legend()
     head = ["problem", "rows", "attention us", *OVERHEADS, *(f"predicted {n}" for n in PREDICTED)]
-    text = "Microseconds over attention alone until the result has arrived (receiver-ready)."
+    text = (
+        "Microseconds over attention alone until the result has arrived (receiver-ready), by "
+        "medians. Those of calls of 4 ms and more scatter by some percent; ratios of arms in turns "
+        "are in csrc/fa3_a2a/README.md."
+    )
     return Exhibit(text, [(head, rows)], figure)
 
 
