@@ -1,11 +1,12 @@
 // Combine: y[token] = routed_scale * sum over slots, in ascending order, of weight * result, in
 // fp32.
 //
-// At the end: by the math warps of every block when all ranks have stored all results
-// (Channel::from). Early: ranks work through their experts in order; when all of them have finished
-// their n-th expert (kExpertDone), tokens that need no later one are added up by the pull warps, and
-// only the tokens of the last turn are left for the end. One order of addition, whatever the
-// schedule and the plan, so that results are bitwise the same.
+// At the end: by the math and dispatch warps of every block when all ranks have stored all results
+// (Channel::from); these come by bulk copies into rings in the memory of the stages. Early: ranks
+// work through their experts in order; when all of them have finished their n-th expert
+// (kExpertDone), tokens that need no later one are added up by the dispatch warps, and only the
+// tokens of the last turn are left for the end. One order of addition, whatever the schedule and the
+// plan, so that results are bitwise the same.
 #pragma once
 
 #include "common/channel.cuh"
@@ -23,6 +24,14 @@ __device__ __forceinline__ void add_weighted(float (&acc)[8], uint4 const& value
     acc[2 * i] = fmaf(weight, pair.x, acc[2 * i]);
     acc[2 * i + 1] = fmaf(weight, pair.y, acc[2 * i + 1]);
   }
+}
+
+// Eight elements of y.
+__device__ __forceinline__ void store_sum(char* to, float const (&acc)[8], float scale) {
+  uint32_t words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) words[i] = pack_bf16(acc[2 * i] * scale, acc[2 * i + 1] * scale);
+  *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
 // What a warp knows of a token before it adds up: lane s < topk holds slot s.
@@ -84,13 +93,7 @@ __device__ __forceinline__ void combine_piece(MegaMoeParams const& params, int32
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
     if (offset + c * 512 >= row_bytes) continue;
-    uint32_t words[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      words[i] =
-          pack_bf16(acc[c][2 * i] * params.routed_scale, acc[c][2 * i + 1] * params.routed_scale);
-    }
-    *reinterpret_cast<uint4*>(y + c * 512) = make_uint4(words[0], words[1], words[2], words[3]);
+    store_sum(y + c * 512, acc[c], params.routed_scale);
   }
 }
 
@@ -144,7 +147,7 @@ __device__ __forceinline__ void combine_early(MegaMoeParams const& params, CallS
   // One warp per expert; the last turn is announced by the end of the call.
   for (int32_t expert = call.block; warp == 0 && expert < per_rank - 1; expert += call.num_blocks) {
     WaitSite const site{Phase::kLinear2Ready, -1, call.epoch,
-                        uint64_t{1} * shared.rows[expert] * plan.linear2_tiles()};
+                        uint64_t{2} * shared.rows[expert] * plan.linear2_tiles()};
     bool const ok = wait_until(params.workspace, site,
                                [&]() -> uint64_t { return ld_acquire_gpu(stored + expert); });
     if (!ok) return;
@@ -168,29 +171,151 @@ __device__ __forceinline__ void combine_early(MegaMoeParams const& params, CallS
   }
 }
 
-// Math and pull warps of all blocks, when all ranks have stored all results: whole rows, or pieces
-// of rows where those are few, so that every SM has a part. Slots of the next unit are read ahead.
-__device__ __forceinline__ void combine_tokens(MegaMoeParams const& params, CallState const& call) {
-  using Traits = MegaMoeTraits;
-  constexpr int32_t kChunks = 2;
-  int32_t const stride = call.num_blocks * (Traits::kDispatchWarps + Traits::kMathWarps);
-  int32_t const warp =
-      (threadIdx.x / 32 - Traits::kFirstDispatchWarp) * call.num_blocks + call.block;
-  if (params.plan.combine == kCombineEarly) {
-    combine_turn(params, call, params.plan.experts_per_rank() - 1, warp, stride);
-    return;
+// Brings `bytes` from this rank's memory; `barrier` counts them.
+__device__ __forceinline__ void bulk_load(void* shared, void const* global, uint32_t bytes,
+                                          uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(smem_address(shared)),
+      "l"(global), "r"(bytes), "r"(smem_address(barrier))
+      : "memory");
+}
+
+// Math warps, when the tiles of the block are done and nothing arrives in the stages any more.
+__device__ __forceinline__ void prepare_rings(MegaMoeShared& shared) {
+  constexpr int kRings = MegaMoeTraits::kDispatchWarps + MegaMoeTraits::kMathWarps;
+  int const thread = threadIdx.x - 128;
+  if (thread < kRings * CombineRing::kPieces) {
+    mbarrier_init(
+        &shared.combine[thread / CombineRing::kPieces].full[thread % CombineRing::kPieces], 1);
+    fence_mbarrier_init_release_cluster();
   }
-  int32_t const row_bytes = 2 * params.plan.hidden;
-  int32_t const most = ceil_div(row_bytes, kChunks * 512);
-  int32_t const split = max_of(1, min_of(most, stride / max_of(params.rows, 1)));
-  TokenSlots slots = load_slots(params, call, warp / split);
-  for (int32_t unit = warp; unit < params.rows * split; unit += stride) {
-    TokenSlots const ahead = load_slots(params, call, (unit + stride) / split);
-    for (int32_t first = unit % split * kChunks * 512; first < row_bytes;
-         first += split * kChunks * 512) {
-      combine_piece<kChunks>(params, unit / split, slots, first);
+}
+
+// What a warp adds up: units first, first + stride, ... of rows, or of pieces of rows where those
+// are few, so that every SM has a part: `split` units to a row, which take its pieces in turns. The
+// slots of the first two are read before the results are there.
+struct CombineUnits {
+  int32_t ring;
+  int32_t first;
+  int32_t stride;
+  int32_t split;
+  TokenSlots slots;
+  TokenSlots next;
+
+  __device__ __forceinline__ CombineUnits(MegaMoeParams const& params, CallState const& call) {
+    using Traits = MegaMoeTraits;
+    ring = threadIdx.x / 32 - Traits::kFirstDispatchWarp;
+    first = ring * call.num_blocks + call.block;
+    stride = call.num_blocks * (Traits::kDispatchWarps + Traits::kMathWarps);
+    int32_t const most = ceil_div<int32_t>(2 * params.plan.hidden, CombineRing::kBytes);
+    split = max_of(1, min_of(most, stride / max_of(params.rows, 1)));
+    slots = load_slots(params, call, first / split);
+    next = load_slots(params, call, (first + stride) / split);
+  }
+};
+
+// Results come by bulk copies into the warp's ring, as many as it holds ahead of the sums, across
+// units: loads into registers left the memory idle while sums were formed.
+__device__ __forceinline__ void combine_units(MegaMoeParams const& params, CallState const& call,
+                                              CombineRing& ring, CombineUnits const& work) {
+  constexpr int kPieces = CombineRing::kPieces;
+  constexpr int32_t kBytes = CombineRing::kBytes;
+  int const lane = threadIdx.x % 32;
+  MegaMoePlan const& plan = params.plan;
+  int32_t const row_bytes = 2 * plan.hidden;
+  int64_t const slot_stride = int64_t{1} * plan.max_tokens * row_bytes;
+  char const* const rows =
+      params.view(params.workspace.rank).combine_row<char>(plan, params.layout, 0, 0);
+  // Results, and what lay in the ring before, were accesses of the generic proxy.
+  fence_proxy_async();
+  __syncwarp();
+
+  int32_t const first = work.first, stride = work.stride, split = work.split;
+  int32_t const units = params.rows * split;
+  TokenSlots slots = work.slots;
+  TokenSlots next = work.next;
+  // What is brought next: the slots `left` of the piece at byte `from` of row `token`.
+  bool ahead = false;  // of the next unit already
+  int32_t token = first / split;
+  int32_t from = first % split * kBytes;
+  uint32_t left = __ballot_sync(0xffffffffu, first < units && slots.used);
+  uint32_t brought = 0, taken = 0;
+  for (int32_t unit = first; unit < units; unit += stride) {
+    uint32_t const used = __ballot_sync(0xffffffffu, slots.used);
+    uint32_t const used_next = __ballot_sync(0xffffffffu, next.used);
+    auto const bring = [&] {
+      while (brought - taken < kPieces) {
+        if (left != 0) {
+          if (lane == 0) {
+            uint32_t const bytes = min_of(kBytes, row_bytes - from);
+            uint64_t* const full = &ring.full[brought % kPieces];
+            mbarrier_arrive_expect(full, bytes);
+            bulk_load(
+                ring.pieces[brought % kPieces],
+                rows + (__ffs(left) - 1) * slot_stride + int64_t{1} * token * row_bytes + from,
+                bytes, full);
+          }
+          left &= left - 1;
+          ++brought;
+        } else if (from + split * kBytes < row_bytes) {
+          from += split * kBytes;
+          left = ahead ? used_next : used;
+        } else if (!ahead && unit + stride < units) {
+          ahead = true;
+          token = (unit + stride) / split;
+          from = (unit + stride) % split * kBytes;
+          left = used_next;
+        } else {
+          return;
+        }
+      }
+    };
+    char* const y = reinterpret_cast<char*>(params.y) + int64_t{1} * (unit / split) * row_bytes;
+    for (int32_t at = unit % split * kBytes; at < row_bytes; at += split * kBytes) {
+      constexpr int kChunks = kBytes / 512;
+      float acc[kChunks][8] = {};
+      for (uint32_t slot = used; slot != 0; slot &= slot - 1) {
+        bring();
+        uint64_t* const full = &ring.full[taken % kPieces];
+        while (!mbarrier_try_wait(full, taken / kPieces % 2)) {
+        }
+        char const* const piece = ring.pieces[taken % kPieces] + lane * 16;
+        uint4 values[kChunks];
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+          values[c] = *reinterpret_cast<uint4 const*>(piece + c * 512);
+        }
+        __syncwarp();  // all have read it
+        ++taken;
+        float const weight = __shfl_sync(0xffffffffu, slots.weight, __ffs(slot) - 1);
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) add_weighted(acc[c], values[c], weight);
+      }
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        int32_t const offset = at + c * 512 + lane * 16;
+        if (offset < row_bytes) store_sum(y + offset, acc[c], params.routed_scale);
+      }
     }
-    slots = ahead;
+    slots = next;
+    next = load_slots(params, call, (unit + 2 * stride) / split);
+    if (!ahead) {
+      token = (unit + stride) / split;
+      from = (unit + stride) % split * kBytes;
+      left = unit + stride < units ? used_next : 0;
+    }
+    ahead = false;
+  }
+}
+
+// Math and dispatch warps of all blocks, when all ranks have stored all results.
+__device__ __forceinline__ void combine_tokens(MegaMoeParams const& params, CallState const& call,
+                                               MegaMoeShared& shared, CombineUnits const& work) {
+  if (params.plan.combine == kCombineEarly) {
+    combine_turn(params, call, params.plan.experts_per_rank() - 1, work.first, work.stride);
+  } else {
+    combine_units(params, call, shared.combine[work.ring], work);
   }
 }
 

@@ -1,7 +1,7 @@
 // Epilogue of Linear-1: clamp, SiLU(gate) * up, store into the h ring of this rank.
 //
-// Columns 0 to 127 of the tile are gates, 128 to 255 the matching ups, so a thread holds both of a
-// pair in its accumulators. fp32 throughout, rounded once.
+// Columns 0 to 63 and 128 to 191 of the tile are gates, the 64 behind each the matching ups, so a
+// thread holds both of a pair in its accumulators. fp32 throughout, rounded once.
 //
 // Cost: two special-function instructions per element, 1024 cycles per tile and warp. They are
 // issued in batches of 16, since a chain of one element at a time took 8,500 cycles, which the
@@ -40,9 +40,9 @@ __device__ __forceinline__ void stage_activations(Acc const& acc, int h, int j, 
   float gate[16], up[16];
 #pragma unroll
   for (int q = 0; q < 8; ++q) {
-    int const i = 4 * (8 * j + q) + 2 * h;
+    int const i = 4 * (16 * j + q) + 2 * h;
     gate[2 * q] = acc(i), gate[2 * q + 1] = acc(i + 1);
-    up[2 * q] = acc(i + 64), up[2 * q + 1] = acc(i + 65);
+    up[2 * q] = acc(i + 32), up[2 * q + 1] = acc(i + 33);
   }
   swiglu(gate, up, clamp);
 #pragma unroll
@@ -58,7 +58,7 @@ __device__ __forceinline__ void stage_activations(Acc const& acc, int h, int j, 
 
 template <class Acc>
 __device__ __forceinline__ void store_linear1(MegaMoeParams const& params, CallState const& call,
-                                              TileWork const& work, Acc const& acc,
+                                              WarpgroupWork const& work, Acc const& acc,
                                               Outbox& outbox) {
   using Traits = MegaMoeTraits;
   MegaMoePlan const& plan = params.plan;
@@ -74,12 +74,14 @@ __device__ __forceinline__ void store_linear1(MegaMoeParams const& params, CallS
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
+        if (j == 1 && work.halved) continue;
         stage_activations(acc, h, j, params.clamp, address + h * 256 + j * 128);
       }
     }
     __syncwarp();
     // Half a warp per row: 16 bytes per lane, to the L2 of this GPU.
-    int32_t const col = work.n * (Traits::kBlockN / 2) + lane % 16 * 8;
+    int32_t const col = work.n * (Traits::kBlockN / 2) + work.half * 64 + lane % 16 * 8;
+    bool const inside = col < plan.intermediate && lane % 16 < (work.halved ? 8 : 16);
     __nv_bfloat16* const to =
         own.at<__nv_bfloat16>(params.layout, MegaMoeRegion::kHRing) +
         int64_t{1} * (work.ring_row + first_row + lane / 16 * 8) * plan.intermediate + col;
@@ -87,14 +89,14 @@ __device__ __forceinline__ void store_linear1(MegaMoeParams const& params, CallS
 #pragma unroll
     for (int r = 0; r < Outbox::kHalf; ++r) {
       uint4 const value = *reinterpret_cast<uint4 const*>(from + r * Traits::kStagingRow);
-      bool const valid = first_row + r + lane / 16 * 8 < work.rows && col < plan.intermediate;
+      bool const valid = first_row + r + lane / 16 * 8 < work.rows && inside;
       if (valid) *reinterpret_cast<uint4*>(to + int64_t{1} * r * plan.intermediate) = value;
     }
     __syncwarp();
   }
   outbox.forget_held();
   outbox.announce_later(
-      own.counter(params.layout, call.bank, MegaMoeCounter::kLinear1Done) + work.block,
+      own.counter(params.layout, call.bank, MegaMoeCounter::kLinear1Done) + work.block, work.count,
       Announce::kPlainStores);
 }
 

@@ -10,7 +10,8 @@
 namespace xstage {
 
 // Lane l < 16: where row l of this warp came from. Read before the main loop, used behind it.
-__device__ __forceinline__ uint32_t load_origin(MegaMoeParams const& params, TileWork const& work) {
+__device__ __forceinline__ uint32_t load_origin(MegaMoeParams const& params,
+                                                WarpgroupWork const& work) {
   int const row = (threadIdx.x / 32 - 4) * MegaMoeTraits::kWarpRows + threadIdx.x % 32;
   if (work.phase != TilePhase::kLinear2 || threadIdx.x % 32 >= MegaMoeTraits::kWarpRows ||
       row >= work.rows) {
@@ -21,16 +22,18 @@ __device__ __forceinline__ uint32_t load_origin(MegaMoeParams const& params, Til
 }
 
 // Lane l < 16: where row l of this warp goes, or null.
-__device__ __forceinline__ char* scatter_address(MegaMoeParams const& params, TileWork const& work,
-                                                 uint32_t origin, int first_row) {
+__device__ __forceinline__ char* scatter_address(MegaMoeParams const& params,
+                                                 WarpgroupWork const& work, uint32_t origin,
+                                                 int first_row, int column) {
   MegaMoePlan const& plan = params.plan;
   int const lane = threadIdx.x % 32;
   if (lane >= MegaMoeTraits::kWarpRows || first_row + lane >= work.rows) return nullptr;
+  if (column >= plan.hidden) return nullptr;  // of a halved tile
   int32_t const route = static_cast<int32_t>(origin_route(origin));
   int32_t const token = route / plan.topk;
   int32_t const row = (route - token * plan.topk) * plan.max_tokens + token;
   return params.view(origin_source(origin)).combine_row<char>(plan, params.layout, 0, 0) +
-         2 * (int64_t{1} * row * plan.hidden + work.n * MegaMoeTraits::kBlockN);
+         2 * (int64_t{1} * row * plan.hidden + column);
 }
 
 // The staged half by plain stores; `base` is the lane that holds the address of its first row.
@@ -50,8 +53,8 @@ __device__ __forceinline__ void store_half_plain(Outbox const& outbox, char* des
 
 template <class Acc>
 __device__ __forceinline__ void store_linear2(MegaMoeParams const& params, CallState const& call,
-                                              TileWork const& work, uint32_t origin, Acc const& acc,
-                                              Outbox& outbox) {
+                                              WarpgroupWork const& work, uint32_t origin,
+                                              Acc const& acc, Outbox& outbox) {
   using Traits = MegaMoeTraits;
   MegaMoePlan const& plan = params.plan;
   int const first_row = (threadIdx.x / 32 - 4) * Traits::kWarpRows;
@@ -59,7 +62,7 @@ __device__ __forceinline__ void store_linear2(MegaMoeParams const& params, CallS
   // The loads of this tile are over: its h ring slot has one reader less.
   MegaMoeView const own = params.view(params.workspace.rank);
   outbox.announce_later(
-      own.counter(params.layout, call.bank, MegaMoeCounter::kLinear2Done) + work.block,
+      own.counter(params.layout, call.bank, MegaMoeCounter::kLinear2Done) + work.block, work.count,
       Announce::kReads);
   if (first_row >= work.rows) {
     outbox.forget_held();
@@ -69,10 +72,12 @@ __device__ __forceinline__ void store_linear2(MegaMoeParams const& params, CallS
   if (plan.combine == kCombineEarly) {
     outbox.stored =
         own.counter(params.layout, call.bank, MegaMoeCounter::kExpertStored) + work.expert;
-    outbox.stored_rows = min_of(Traits::kWarpRows, work.rows - first_row);
+    outbox.stored_rows = min_of(Traits::kWarpRows, work.rows - first_row) * (work.halved ? 1 : 2);
   }
-  outbox.destination = scatter_address(params, work, origin, first_row);
-  outbox.bytes = 2 * min_of<int32_t>(Traits::kBlockN, plan.hidden - work.n * Traits::kBlockN);
+  int32_t const columns = work.halved ? Traits::kBlockN / 2 : Traits::kBlockN;
+  int32_t const column = work.n * Traits::kBlockN + work.half * columns;
+  outbox.destination = scatter_address(params, work, origin, first_row, column);
+  outbox.bytes = 2 * min_of<int32_t>(columns, plan.hidden - column);
   outbox.reserve();
   uint32_t first[32];
 #pragma unroll

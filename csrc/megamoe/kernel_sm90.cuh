@@ -61,6 +61,33 @@ namespace xstage {
 constexpr int kTilesThreads = 32 + 32 * MegaMoeTraits::kMathWarps;
 constexpr int kCombineThreads = 32 * (MegaMoeTraits::kDispatchWarps + MegaMoeTraits::kMathWarps);
 
+// What warpgroup `group` does of a tile. From one lane, so that the branches around matrix
+// instructions are uniform.
+__device__ __forceinline__ WarpgroupWork warpgroup_work(MegaMoePlan const& plan,
+                                                        TileWork const& entry, int32_t group) {
+  using Traits = MegaMoeTraits;
+  WarpgroupWork work;
+  work.phase = static_cast<TilePhase>(uniform(static_cast<int32_t>(entry.phase)));
+  work.block = uniform(entry.block);
+  work.rows = uniform(entry.rows);
+  work.n = uniform(entry.n);
+  work.expert = uniform(entry.expert);
+  work.ring_row = uniform(entry.ring_row);
+  bool const split =
+      static_cast<TileShare>(uniform(static_cast<int32_t>(entry.share))) == TileShare::kSplit;
+  int32_t const cta = split ? uniform(cute::block_rank_in_cluster()) : 0;
+  work.halved = split && group == 1;
+  work.half = work.halved ? cta : 0;
+  work.count = split ? (group == 1 ? 1 : 2 << cta) : 2;
+  if (work.half == 1) {  // of the partner's block
+    work.block -= 1;
+    work.rows = Traits::kBlockM;
+    work.ring_row = (work.ring_row == 0 ? plan.h_ring_blocks * Traits::kBlockM : work.ring_row) -
+                    Traits::kBlockM;
+  }
+  return work;
+}
+
 // Math warps: all tiles of this CTA.
 template <bool kTrace>
 __device__ __forceinline__ void compute_tiles(MegaMoeParams const& params, CallState const& call,
@@ -69,11 +96,15 @@ __device__ __forceinline__ void compute_tiles(MegaMoeParams const& params, CallS
   using Traits = MegaMoeTraits;
   auto mma =
       make_tiled_mma(MMA_Atom<SM90_64x256x16_F32BF16BF16_SS<GMMA::Major::K, GMMA::Major::K>>{});
+  auto half_mma =
+      make_tiled_mma(MMA_Atom<SM90_64x128x16_F32BF16BF16_SS<GMMA::Major::K, GMMA::Major::K>>{});
   Tensor acc = partition_fragment_C(mma, Shape<Int<64>, Int<Traits::kBlockN>>{});  // (MMA,1,1)
+  auto const half_layout =
+      partition_fragment_C(half_mma, Shape<Int<64>, Int<Traits::kBlockN / 2>>{}).layout();
   Outbox outbox;
   outbox.init(shared.staging[threadIdx.x / 32 - 4]);
   StageReader reader;
-  int const group = threadIdx.x / 128 - 1;
+  int const group = uniform(threadIdx.x / 128 - 1);
   Tracer<kTrace> tracer({params.trace, params.trace_records}, blockIdx.x,
                         group == 0 ? TraceTrack::kMath0 : TraceTrack::kMath1,
                         threadIdx.x % 128 == 0);
@@ -86,22 +117,18 @@ __device__ __forceinline__ void compute_tiles(MegaMoeParams const& params, CallS
     // The four warps of a matrix instruction leave together.
     reader.alive = warpgroup_all(reader.alive);
     TileWork const& entry = shared.tiles[turn % Traits::kTileQueue];
-    // From one lane, so that the branches around matrix instructions are uniform.
-    TileWork work;
-    work.phase = static_cast<TilePhase>(uniform(static_cast<int32_t>(entry.phase)));
-    work.num_k = uniform(reader.alive ? entry.num_k : 0);
-    work.block = uniform(entry.block);
-    work.rows = uniform(entry.rows);
-    work.n = uniform(entry.n);
-    work.expert = uniform(entry.expert);
-    work.ring_row = uniform(entry.ring_row);
-    if (work.num_k == 0) break;
-    int32_t const first_row = uniform(group) * 64;
+    int32_t const num_k = uniform(reader.alive ? entry.num_k : 0);
+    if (num_k == 0) break;
+    WarpgroupWork const work = warpgroup_work(params.plan, entry, group);
     uint32_t const origin = load_origin(params, work);
-    if (work.phase != TilePhase::kNone && first_row < work.rows) {
-      multiply_tile<kTrace>(params, shared, reader, work.num_k, mma, acc, outbox);
+    if (work.phase == TilePhase::kNone || group * 64 >= work.rows) {
+      skip_tile<kTrace>(params, shared, reader, num_k, outbox);
+    } else if (work.halved) {
+      multiply_tile<kTrace, Traits::kBlockN / 2>(params, shared, reader, num_k,
+                                                 work.half * Traits::kBlockN / 2, half_mma,
+                                                 make_tensor(acc.data(), half_layout), outbox);
     } else {
-      skip_tile<kTrace>(params, shared, reader, work.num_k, outbox);
+      multiply_tile<kTrace, Traits::kBlockN>(params, shared, reader, num_k, 0, mma, acc, outbox);
     }
     int64_t const epilogue = Tracer<kTrace>::cycles();
     if (work.phase == TilePhase::kLinear1) store_linear1(params, call, work, acc, outbox);
@@ -124,12 +151,15 @@ __device__ __forceinline__ bool ranks_done(bool arrived) {
 // The end of a call for the math warps: wait for all ranks, add up.
 template <bool kTrace>
 __device__ __forceinline__ void finish_tokens(MegaMoeParams const& params, CallState const& call,
-                                              uint64_t start_ns, uint64_t tiles_ns) {
+                                              MegaMoeShared& shared, uint64_t start_ns,
+                                              uint64_t tiles_ns) {
   constexpr int kMathThreads = MegaMoeTraits::kMathWarps * 32;
   int const thread = threadIdx.x - 128;
   Tracer<kTrace> tracer({params.trace, params.trace_records}, blockIdx.x, TraceTrack::kPhases,
                         thread == 0);
   uint64_t const tail_ns = Tracer<kTrace>::now();
+  prepare_rings(shared);
+  CombineUnits const units(params, call);
   bool const arrived =
       thread >= 32 || wait_for_ranks(params.workspace, call.epoch, Phase::kCombineArrival);
   bool const ok = ranks_done(arrived);
@@ -137,7 +167,7 @@ __device__ __forceinline__ void finish_tokens(MegaMoeParams const& params, CallS
   tracer.add(TraceKind::kTail, 0, tail_ns, 0, 0, 0, 0);
   uint64_t const combine_ns = Tracer<kTrace>::now();
   if (ok) {
-    combine_tokens(params, call);
+    combine_tokens(params, call, shared, units);
     tracer.add(TraceKind::kCombine, 0, combine_ns, 0, 0, 0, 0);
   }
   // Nobody writes y any more when it is poisoned.
@@ -210,7 +240,8 @@ __global__ void __cluster_dims__(MegaMoeTraits::kCluster, 1, 1)
       if (ok) dispatch_rows<kTrace>(params, call, shared);
       if (ok && params.plan.combine == kCombineEarly) combine_early(params, call, shared);
       __syncwarp();
-      if (ranks_done(true)) combine_tokens(params, call);
+      CombineUnits const units(params, call);
+      if (ranks_done(true)) combine_tokens(params, call, shared, units);
       __syncwarp();
       named_barrier_arrive(NamedBarrier::kCombined, kCombineThreads);
     }
@@ -221,7 +252,7 @@ __global__ void __cluster_dims__(MegaMoeTraits::kCluster, 1, 1)
     if (ok && pulled && num_segments(params.plan) > 1) stage_segments(params, call);
     if (ok) compute_tiles<kTrace>(params, call, shared);
     named_barrier_sync(NamedBarrier::kTilesDone, kTilesThreads);
-    finish_tokens<kTrace>(params, call, start_ns, tiles_ns);
+    finish_tokens<kTrace>(params, call, shared, start_ns, tiles_ns);
   }
   // A CTA stays until its partner no longer multicasts to it or arrives at its barriers.
   cute::cluster_arrive();

@@ -25,7 +25,7 @@ CUtensorMap w13_map(MegaMoePlan const& plan, void const* w13) {
   uint64_t const strides[3] = {2 * hidden * (in_turns ? 2 : 1),
                                2 * hidden * (in_turns ? 1 : intermediate),
                                2 * hidden * 2 * intermediate};
-  uint32_t const box[4] = {Traits::kBlockK, Traits::kBlockN / 2, 1, 1};
+  uint32_t const box[4] = {Traits::kBlockK, 64, 1, 1};
   return encode_bf16_map(const_cast<void*>(w13), 4, dims, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
 }
 

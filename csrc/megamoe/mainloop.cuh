@@ -10,9 +10,10 @@
 //           ticket_full[q]  1 arrival (CTA 1's scheduler) + 4 bytes from CTA 0's scheduler
 // Both CTAs of a cluster walk the same tiles with the same number of steps; a CTA without a tile of
 // its own keeps step with empty stages.
+// kSplit: warpgroup 1 of both CTAs takes rows 64 to 127 of the first block, each half of the columns.
 // Global protocol: before a tile's loads the scheduler acquires kArrived (Linear-1: its rows are
 // here), kLinear2Done of the block that used the h ring slot before (Linear-1), or kLinear1Done
-// (Linear-2: all columns are here). Counters of tiles count math warps, 8 per tile.
+// (Linear-2: all columns are here). Counters of blocks count Traits::kTileCount per tile.
 #pragma once
 
 #include <cute/arch/cluster_sm90.hpp>
@@ -27,9 +28,10 @@
 
 namespace xstage {
 
-// What must be there before the loads of a tile.
+// What must be there of a block before the loads of a tile.
 __device__ __forceinline__ bool wait_for_operands(MegaMoeParams const& params,
-                                                  CallState const& call, TileWork const& tile) {
+                                                  CallState const& call, TileWork const& tile,
+                                                  int32_t block) {
   MegaMoePlan const& plan = params.plan;
   MegaMoeView const own = params.view(params.workspace.rank);
   auto const counter = [&](MegaMoeCounter which) {
@@ -42,17 +44,18 @@ __device__ __forceinline__ bool wait_for_operands(MegaMoeParams const& params,
   bool ok = true;
   if (tile.phase == TilePhase::kLinear1) {
     // Pushed rows come from peers.
-    uint32_t const* const arrived = counter(MegaMoeCounter::kArrived) + tile.block;
-    WaitSite const site{Phase::kDispatchRows, -1, call.epoch, static_cast<uint64_t>(tile.rows)};
+    uint32_t const* const arrived = counter(MegaMoeCounter::kArrived) + block;
+    int32_t const rows = block == tile.block ? tile.rows : plan.block_m;
+    WaitSite const site{Phase::kDispatchRows, -1, call.epoch, static_cast<uint64_t>(rows)};
     ok = wait_until(params.workspace, site, [&]() -> uint64_t { return ld_acquire_sys(arrived); });
-    if (ok && tile.block >= plan.h_ring_blocks) {
+    if (ok && block >= plan.h_ring_blocks) {
       ok = reach(Phase::kLinear2Ready,
-                 counter(MegaMoeCounter::kLinear2Done) + tile.block - plan.h_ring_blocks,
-                 plan.linear2_tiles() * MegaMoeTraits::kMathWarps);
+                 counter(MegaMoeCounter::kLinear2Done) + block - plan.h_ring_blocks,
+                 plan.linear2_tiles() * MegaMoeTraits::kTileCount);
     }
   } else if (tile.phase == TilePhase::kLinear2) {
-    ok = reach(Phase::kLinear1Ready, counter(MegaMoeCounter::kLinear1Done) + tile.block,
-               plan.linear1_tiles() * MegaMoeTraits::kMathWarps);
+    ok = reach(Phase::kLinear1Ready, counter(MegaMoeCounter::kLinear1Done) + block,
+               plan.linear1_tiles() * MegaMoeTraits::kTileCount);
   }
   // Rows and activations were written by other SMs; TMA reads them next.
   fence_proxy_async();
@@ -83,22 +86,34 @@ struct TileLoads {
     up_first = plan.weight_layout == kUpGate ? 1 : 0;
   }
 
-  // 128 rows of the weight tile: gates or ups, or half of 256 rows. `mask` 0: only into this CTA.
+  // 128 rows of the weight tile: 64 gates and the matching ups, or half of 256 rows. `mask` 0: only
+  // into this CTA.
   __device__ __forceinline__ void load_b(MegaMoeShared::Stage& stage, uint64_t* barrier, int k,
                                          int half, uint16_t mask) const {
     using namespace cute;
-    void* const to = stage.b + half * 128 * MegaMoeTraits::kBlockK;
+    cutlass::bfloat16_t* const to = stage.b + half * 128 * MegaMoeTraits::kBlockK;
     uint64_t const hint = static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL);
     int32_t const col = k * MegaMoeTraits::kBlockK;
-    int32_t const gate_or_up = half ^ up_first;
-    if (linear1 && mask) {
-      SM90_TMA_LOAD_MULTICAST_4D::copy(b, barrier, mask, hint, to, col, b_row, gate_or_up, expert);
-    } else if (linear1) {
-      SM90_TMA_LOAD_4D::copy(b, barrier, hint, to, col, b_row, gate_or_up, expert);
-    } else if (mask) {
-      SM90_TMA_LOAD_MULTICAST_3D::copy(b, barrier, mask, hint, to, col, b_row + half * 128, expert);
-    } else {
-      SM90_TMA_LOAD_3D::copy(b, barrier, hint, to, col, b_row + half * 128, expert);
+    if (!linear1) {
+      int32_t const row = b_row + half * 128;
+      if (mask) {
+        SM90_TMA_LOAD_MULTICAST_3D::copy(b, barrier, mask, hint, to, col, row, expert);
+      } else {
+        SM90_TMA_LOAD_3D::copy(b, barrier, hint, to, col, row, expert);
+      }
+      return;
+    }
+    int32_t const row = b_row + half * 64;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      void* const part = to + i * 64 * MegaMoeTraits::kBlockK;
+      int32_t const gate_or_up = i ^ up_first;
+      if (mask) {
+        SM90_TMA_LOAD_MULTICAST_4D::copy(b, barrier, mask, hint, part, col, row, gate_or_up,
+                                         expert);
+      } else {
+        SM90_TMA_LOAD_4D::copy(b, barrier, hint, part, col, row, gate_or_up, expert);
+      }
     }
   }
   // 64 rows of the token tile.
@@ -123,9 +138,13 @@ struct TileLoads {
       load_a(stage, barrier, k, cta, kBoth);
     } else {
       load_a(stage, barrier, k, 0, 0);
-      load_a(stage, barrier, k, 1, 0);
+      if (share != TileShare::kSplit) {
+        load_a(stage, barrier, k, 1, 0);
+      } else if (cta == 0) {
+        load_a(stage, barrier, k, 1, kBoth);
+      }
     }
-    if (share == TileShare::kWeights) {
+    if (share == TileShare::kWeights || share == TileShare::kSplit) {
       load_b(stage, barrier, k, cta, kBoth);
     } else {
       load_b(stage, barrier, k, 0, 0);
@@ -189,7 +208,12 @@ __device__ __forceinline__ void schedule_tiles(MegaMoeParams const& params, Call
                       tile.n,
                       tile.expert,
                       tile.block % plan.h_ring_blocks * Traits::kBlockM};
-      if (!wait_for_operands(params, call, work)) return;
+      if (!wait_for_operands(params, call, work, work.block)) return;
+      // Warpgroup 1 works on the partner's block.
+      if (tile.share == TileShare::kSplit && cta == 1 &&
+          !wait_for_operands(params, call, work, work.block - 1)) {
+        return;
+      }
     }
     shared.tiles[slot] = work;
     mbarrier_arrive(&shared.tile_ready[slot]);
@@ -253,11 +277,12 @@ __device__ __forceinline__ void release_stage(MegaMoeShared& shared, int stage) 
   if (lane < MegaMoeTraits::kCluster) mbarrier_arrive_cluster(&shared.empty[stage], lane);
 }
 
-// acc = A * B^T over num_k stages; stage 0 is filled already.
-template <bool kTrace, class Mma, class Acc>
+// acc = A * B^T over num_k stages; stage 0 is filled already. kColumns of the 256 from
+// `first_column` on.
+template <bool kTrace, int kColumns, class Mma, class Acc>
 __device__ __forceinline__ void multiply_tile(MegaMoeParams const& params, MegaMoeShared& shared,
-                                              StageReader& reader, int num_k, Mma& mma, Acc& acc,
-                                              Outbox& outbox) {
+                                              StageReader& reader, int num_k, int first_column,
+                                              Mma mma, Acc&& acc, Outbox& outbox) {
   using namespace cute;
   using Traits = MegaMoeTraits;
   using Element = cutlass::bfloat16_t;
@@ -265,7 +290,7 @@ __device__ __forceinline__ void multiply_tile(MegaMoeParams const& params, MegaM
   auto const layout_a =
       tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, Shape<Int<64>, Int<Traits::kBlockK>>{});
   auto const layout_b = tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{},
-                                      Shape<Int<Traits::kBlockN>, Int<Traits::kBlockK>>{});
+                                      Shape<Int<kColumns>, Int<Traits::kBlockK>>{});
   auto thread_mma = mma.get_thread_slice(threadIdx.x % 128);
   int previous = 0;
   mma.accumulate_ = GMMA::ScaleOut::Zero;
@@ -273,10 +298,11 @@ __device__ __forceinline__ void multiply_tile(MegaMoeParams const& params, MegaM
     if (k > 0) wait_full<kTrace>(params, shared, reader, outbox);
     MegaMoeShared::Stage& stage = shared.stages[reader.pipe.stage];
     Tensor sA = make_tensor(make_smem_ptr(stage.a + group * 64 * Traits::kBlockK),
-                            layout_a);                          // (WG_M,BLK_K)
-    Tensor sB = make_tensor(make_smem_ptr(stage.b), layout_b);  // (BLK_N,BLK_K)
-    Tensor tCrA = thread_mma.partition_fragment_A(sA);          // (MMA,MMA_M,MMA_K)
-    Tensor tCrB = thread_mma.partition_fragment_B(sB);          // (MMA,MMA_N,MMA_K)
+                            layout_a);  // (WG_M,BLK_K)
+    Tensor sB = make_tensor(make_smem_ptr(stage.b + first_column * Traits::kBlockK),
+                            layout_b);                  // (BLK_N,BLK_K)
+    Tensor tCrA = thread_mma.partition_fragment_A(sA);  // (MMA,MMA_M,MMA_K)
+    Tensor tCrB = thread_mma.partition_fragment_B(sB);  // (MMA,MMA_N,MMA_K)
     warpgroup_arrive();
 #pragma unroll
     for (int i = 0; i < size<2>(tCrA); ++i) {

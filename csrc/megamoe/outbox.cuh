@@ -46,15 +46,17 @@ struct Outbox {
   int next_row;            // rows before it have left; 2 * kHalf: nothing is pending
   int wait_steps;          // steps before the held half is due
   uint32_t* announcement;  // counter to raise; null: none
+  uint32_t amount;         // by which
   int announce_steps;      // steps before that
   Announce announce_kind;
-  uint32_t* stored;  // early combine: counter of complete rows to raise; null: none
+  uint32_t* stored;  // early combine: counter of complete half rows to raise; null: none
   uint32_t stored_rows;
 
   __device__ __forceinline__ void init(char* warp_staging) {
     staging = warp_staging;
     next_row = 2 * kHalf;
     announcement = nullptr;
+    amount = 0;
     destination = nullptr;
     bytes = 0;
     wait_steps = announce_steps = 0;
@@ -124,7 +126,7 @@ struct Outbox {
   }
 
   // Raises the pending counter, after this warp's stores where it stands for them.
-  __device__ __forceinline__ void publish(uint32_t amount = 1) {
+  __device__ __forceinline__ void publish() {
     if (announcement == nullptr) return;
     if (announce_kind == Announce::kBulkStores) {
       bulk_wait<0>();
@@ -141,8 +143,9 @@ struct Outbox {
     announcement = nullptr;
   }
 
-  __device__ __forceinline__ void announce_later(uint32_t* counter, Announce kind) {
+  __device__ __forceinline__ void announce_later(uint32_t* counter, uint32_t by, Announce kind) {
     announcement = counter;
+    amount = by;
     announce_steps = Traits::kPublishSteps;
     announce_kind = kind;
   }
@@ -156,8 +159,8 @@ struct Outbox {
     }
     publish();
     if (stored != nullptr) {
-      announce_later(stored, Announce::kBulkStores);
-      publish(stored_rows);
+      announce_later(stored, stored_rows, Announce::kBulkStores);
+      publish();
       stored = nullptr;
     }
   }

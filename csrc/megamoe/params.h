@@ -18,7 +18,7 @@ struct MegaMoeParams {
   // Tensor maps; a box is 64 elements (128 bytes, swizzled) by 64 or 128 rows.
   CUtensorMap x_ring;  // (hidden, x_ring_blocks * block_m), box 64 x 64
   CUtensorMap h_ring;  // (intermediate, h_ring_blocks * block_m), box 64 x 64
-  CUtensorMap w13;     // (hidden, intermediate, gate or up, local expert), box 64 x 128 x 1 x 1
+  CUtensorMap w13;     // (hidden, intermediate, gate or up, local expert), box 64 x 64 x 1 x 1
   CUtensorMap w2;      // (intermediate, hidden, local expert), box 64 x 128 x 1
 
   MegaMoePlan plan;

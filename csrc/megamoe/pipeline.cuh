@@ -109,6 +109,27 @@ struct TileWork {
   int32_t ring_row;  // first row of the block in the h ring
 };
 
+// The part of a tile that a math warpgroup computes.
+struct WarpgroupWork {
+  TilePhase phase;
+  int32_t block;
+  int32_t rows;  // of the block
+  int32_t n;
+  int32_t expert;
+  int32_t ring_row;
+  bool halved;     // only 128 of the 256 columns
+  int32_t half;    // halved: which
+  uint32_t count;  // what a warp adds to the counters of the block
+};
+
+// Where a warp's results wait to be added up, see combine.cuh.
+struct CombineRing {
+  static constexpr int kPieces = 8;
+  static constexpr int kBytes = 2048;  // of a piece
+  char pieces[kPieces][kBytes];
+  uint64_t full[kPieces];
+};
+
 struct MegaMoeShared {
   using Traits = MegaMoeTraits;
   struct Stage {
@@ -123,6 +144,7 @@ struct MegaMoeShared {
   union {
     Stage stages[Traits::kStages];
     Routing routing;
+    CombineRing combine[Traits::kDispatchWarps + Traits::kMathWarps];  // when the tiles are done
   };
   char staging[Traits::kMathWarps][Traits::kStagingRows * Traits::kStagingRow];
   TileWork tiles[Traits::kTileQueue];

@@ -75,7 +75,7 @@ struct PullCursor {
            params.plan.x_ring_blocks;
   }
   __device__ __forceinline__ uint32_t slot_target() const {
-    return params.plan.linear1_tiles() * MegaMoeTraits::kMathWarps;
+    return params.plan.linear1_tiles() * MegaMoeTraits::kTileCount;
   }
 
   // Row i of all that this rank received.

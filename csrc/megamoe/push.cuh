@@ -173,7 +173,7 @@ struct OwnerRing {
            block - params.plan.x_ring_blocks;
   }
   __device__ __forceinline__ uint32_t target() const {
-    return params.plan.linear1_tiles() * MegaMoeTraits::kMathWarps;
+    return params.plan.linear1_tiles() * MegaMoeTraits::kTileCount;
   }
   __device__ __forceinline__ bool free(int32_t block) const {
     return block < params.plan.x_ring_blocks || ld_acquire_sys(word(block)) >= target();

@@ -12,7 +12,9 @@
 //                 their tiles mixed evenly (mix = 1) or one after the other (mix = 0).
 //
 // Inside a group the two CTAs of a cluster take the same weight tile (n) on two adjacent m-blocks.
-// A last odd block has no neighbour: there they take the same m-block on two adjacent n.
+// If the second has at most half of its rows, they share out the three half blocks evenly (kSplit).
+// A last odd block has no neighbour: there they take the same m-block on two adjacent n, right behind
+// the pairs that read these, so that L2 still holds them.
 #pragma once
 
 #include "plan.h"
@@ -21,8 +23,10 @@ namespace xstage {
 
 enum class TilePhase : int32_t { kNone = 0, kLinear1 = 1, kLinear2 = 2 };
 
-// What the CTAs of a cluster have in common: who may multicast what.
-enum class TileShare : int32_t { kNothing = 0, kWeights = 1, kTokens = 2 };
+// What the CTAs of a cluster have in common: who may multicast what. kSplit: weights, and the second
+// half of the first block: each CTA takes half of its columns beside a half block of its own, since
+// the second block has at most half of its rows.
+enum class TileShare : int32_t { kNothing = 0, kWeights = 1, kTokens = 2, kSplit = 3 };
 
 // One CTA's work. kNone: this CTA has no tile here while its partner has one (share = kNothing).
 struct Tile {
@@ -119,13 +123,21 @@ class TileCursor {
   XS_HD Tile group_tile(TilePhase phase, BlockGroup const& group, int32_t tiles_n, int32_t index,
                         int32_t cta) const {
     int32_t const pairs = group.blocks / plan_.cluster_size;
+    int32_t const odd = group.blocks % plan_.cluster_size;
+    // All that read the same cluster_size weight tiles follow each other.
+    int32_t const first_n = index / (pairs * plan_.cluster_size + odd) * plan_.cluster_size;
+    int32_t const place = index % (pairs * plan_.cluster_size + odd);
+    int32_t const paired = pairs * min_of(plan_.cluster_size, tiles_n - first_n);
     Tile tile{phase, TileShare::kWeights, group.expert, 0, 0, 0, 0};
     int32_t block = group.first;
-    if (index < pairs * tiles_n) {
-      tile.n = index / pairs;
-      block += index % pairs * plan_.cluster_size + cta;
+    if (place < paired) {
+      tile.n = first_n + place / pairs;
+      block += place % pairs * plan_.cluster_size;
+      int32_t const second =
+          static_cast<int32_t>(counts_[group.expert]) - (block + 1) * plan_.block_m;
+      if (2 * second <= plan_.block_m) tile.share = TileShare::kSplit;
+      block += cta;
     } else {
-      int32_t const first_n = (index - pairs * tiles_n) * plan_.cluster_size;
       tile.n = first_n + cta;
       tile.share = first_n + 1 < tiles_n ? TileShare::kTokens : TileShare::kNothing;
       block += group.blocks - 1;

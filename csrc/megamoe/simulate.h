@@ -143,9 +143,11 @@ inline double tile_noise(Tile const& tile) {
   return static_cast<double>((x ^ (x >> 31)) >> 11) * 0x1p-52 - 1.0;
 }
 
-// A warpgroup without rows leaves the tensor cores to the other; the CTAs of a cluster keep step.
+// A warpgroup without rows leaves the tensor cores to the other; the CTAs of a cluster keep step, or
+// share out three half blocks.
 inline double filling(MegaMoePlan const& plan, Tile const* tiles, double half_share) {
   for (int32_t cta = 0; cta < plan.cluster_size; ++cta) {
+    if (tiles[cta].share == TileShare::kSplit) return (1.0 + half_share) / 2.0;
     if (tiles[cta].rows > plan.block_m / 2) return 1.0;
   }
   return half_share;

@@ -50,7 +50,7 @@ struct Tracer<true> {
   }
 };
 
-__device__ __forceinline__ int64_t trace_tile(TileWork const& work) {
+__device__ __forceinline__ int64_t trace_tile(WarpgroupWork const& work) {
   return static_cast<int64_t>(work.phase) << 48 | int64_t{work.block} << 24 | work.n;
 }
 

@@ -24,6 +24,9 @@ struct MegaMoeTraits {
   static constexpr int kStagingRow = 2 * kBlockN + 16;
   static constexpr int kStagingRows = 8;
   static constexpr int kWarpRows = 16;  // rows of a tile that a math warp owns
+  // What a tile adds to the counters of its block: two per math warp, or by other numbers of warps
+  // where the CTAs of a cluster share blocks out (TileShare::kSplit).
+  static constexpr int kTileCount = 2 * kMathWarps;
 
   static constexpr int kTileQueue = 8;
   // The loader tells the scheduler to prepare the next tile so many steps before this one's end.

@@ -15,7 +15,7 @@ from xstage_ext.planner.megamoe import MegaMoePlan
 
 COUNTS = (0, 1, 7, 63, 64, 65, 127, 128, 129, 255, 257)
 LINEAR1, LINEAR2 = 1, 2
-WEIGHTS, TOKENS = 1, 2
+WEIGHTS, TOKENS, SPLIT = 1, 2, 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +118,10 @@ def test_ctas_of_a_cluster_share_what_the_tile_says(case: tuple[MegaMoePlan, lis
         assert a.share == b.share and a.phase != 0 and a.expert == b.expert
         if a.share == WEIGHTS:
             assert (b.phase, b.n, b.block) == (a.phase, a.n, a.block + 1)
+            assert 2 * b.rows > plan.block_m
+        elif a.share == SPLIT:
+            assert (b.phase, b.n, b.block) == (a.phase, a.n, a.block + 1)
+            assert a.rows == plan.block_m and 2 * b.rows <= plan.block_m
         elif a.share == TOKENS:
             assert (b.phase, b.n, b.block) == (a.phase, a.n + 1, a.block)
         else:
