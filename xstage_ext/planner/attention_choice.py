@@ -21,7 +21,7 @@ HEAD_DIMS = (64, 128)
 """Head sizes that the CUDA kernels are compiled for."""
 _RATE = {128: 0.94, 64: 0.77}
 """Share of the dense matrix rate that the main loop sustains, by head size. Fitted to fa3 alone on
-one H200: 17 of 18 shapes of 4,096 to 75,600 rows within 7 percent, the other 13."""
+one H200: 17 of 18 shapes of 4,096 to 75,600 rows within 7 percent, the other 12."""
 _BLOCK_M = {64: 192, 128: 128}
 _BLOCK_N = {64: 128, 128: 160}
 _LOADS_AHEAD = 2
