@@ -29,17 +29,9 @@ from .problem import MoEProblem
 RING_BYTES = 512_000_000
 """Most bytes that the two rings of a rank take by default."""
 
-PUSH_WARPS = 2
-"""Warps of an SM that pull or push rows."""
-
-PUSH_FROM = 0.9
-"""Rows are pushed from this time on the link on, over that of arithmetic."""
-
-PUSH_MOST_HIDDEN = 2048
-"""Wider rows keep the link as busy when they are pulled."""
-
-PUSH_LEAST_ROWS = 64
-"""Rows per push warp from which on pushing pays."""
+PUSH_FROM, PUSH_MOST_HIDDEN, PUSH_LEAST_ROWS, PUSH_WARPS = 0.9, 2048, 64, 2
+"""Rows are pushed where the link takes this much of the time of arithmetic, if they are no wider
+(wider ones keep the link as busy when they are pulled) and so many per warp; warps of an SM."""
 
 
 @dataclasses.dataclass(frozen=True)
