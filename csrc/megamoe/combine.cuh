@@ -131,7 +131,7 @@ __device__ __forceinline__ void combine_turn(MegaMoeParams const& params, CallSt
   }
 }
 
-// Early combine, the pull warps when they have pulled their rows: tells the sources which experts of
+// Early combine, the dispatch warps when their rows are on the way: tells the sources which experts of
 // this rank are done, and adds up tokens whose experts are, except for the last turn.
 __device__ __forceinline__ void combine_early(MegaMoeParams const& params, CallState const& call,
                                               MegaMoeShared const& shared) {

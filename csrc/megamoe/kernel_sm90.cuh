@@ -142,7 +142,7 @@ __device__ __forceinline__ void compute_tiles(MegaMoeParams const& params, CallS
   fence_proxy_async();
 }
 
-// Math and pull warps meet; whether the results of all ranks are here, as the first math warp saw.
+// Math and dispatch warps meet; whether the results of all ranks are here, as the first math warp saw.
 // The vote travels with the barrier: a flag in shared memory would do, but racecheck reports it.
 __device__ __forceinline__ bool ranks_done(bool arrived) {
   return named_barrier_all(static_cast<int>(NamedBarrier::kRanksDone), kCombineThreads, arrived);

@@ -226,8 +226,8 @@ class LinkBins {
   std::vector<double> values_;
 };
 
-// Pulls rows in block order, as a fluid. Rows of this rank cost the pull warps something too, but
-// no bytes on the link: a block counts as its remote rows and a share of the others.
+// Rows of x travel in block order, as a fluid. Those of this rank cost the dispatch warps something
+// too, but no bytes on the link: a block counts as its remote rows and a share of the others.
 class TokenPull {
  public:
   TokenPull(MegaMoePlan const& plan, std::vector<int32_t> const& counts,
