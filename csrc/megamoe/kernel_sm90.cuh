@@ -17,7 +17,8 @@
 //                                    epilogue_l2.cuh, combine.cuh
 //
 // Shared memory, bytes
-//   stages        4 x 49152  A 128 x 64, B 256 x 64, both swizzled; first used to count routes
+//   stages        4 x 49152  A 128 x 64, B 256 x 64, both swizzled; before, counts of routes; behind,
+//                            rings of results for the combine
 //   staging       8 x 4224   per math warp: 8 rows of 512 + 16
 //   tiles, rows   256 + 512  what the scheduler tells loader and math warps; rows per local expert
 //
@@ -33,6 +34,8 @@
 //   kCombined     320 threads (dispatch, math) nobody writes y any more
 //
 // Global protocol (layout.h has the regions and why two banks suffice): writer, order -> reader
+//   kDispatchSignals  last block of a source, or its block 0 where rows are pushed, release.sys ->
+//                 every block, acquire.sys: its counts (and lists) are here
 //   kStaged       last block of a source, release.sys -> pull: a segment of its tokens is readable
 //   kRoutesStored every block, red.release.gpu -> push: this rank's lists are whole
 //   kTickets      scheduler of CTA 0, atomic: the next cluster tile of the sequence

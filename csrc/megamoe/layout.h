@@ -55,19 +55,19 @@ constexpr int32_t kRouteGroups = 16;
 // Per-call counters of one bank, uint32 each: X(name, how many, meaning).
 //   arrived[b]     rows of block b in the x ring; complete at rows_of_block(b)
 //   linear1_done   tiles of block b in the h ring; complete at linear1_tiles(). Also says that the
-//                  x ring slot of b is free: block b + x_ring_blocks may be pulled.
+//                  x ring slot of b is free: rows of block b + x_ring_blocks may come.
 //   linear2_done   tiles of block b whose h ring slot is no longer read; complete at
 //                  linear2_tiles(): Linear-1 of block b + h_ring_blocks may write.
-//   expert_stored  (row, tile) stores of a local expert that are visible to their sources.
-#define XS_MEGAMOE_COUNTERS(X)                                                       \
-  X(kGridBarriers, kNumGridBarriers, "arrivals of this rank's CTAs")                 \
-  X(kTickets, 8, "dynamic work: next tile, next row to pull, next token to combine") \
-  X(kSegmentsStaged, kMaxSegments, "CTAs that have copied their part of a segment")  \
-  X(kSendCounts, kRouteGroups* plan.num_experts, "rows by route group and expert")   \
-  X(kSendCursors, kRouteGroups* plan.num_experts, "rows of them that are listed")    \
-  X(kExpertStored, plan.experts_per_rank(), "stored tiles of each local expert")     \
-  X(kArrived, plan.max_blocks(), "rows of each block in the x ring")                 \
-  X(kLinear1Done, plan.max_blocks(), "Linear-1 tiles of each block")                 \
+//   expert_stored  stores of a local expert that are visible to their sources, two per row and tile.
+#define XS_MEGAMOE_COUNTERS(X)                                                      \
+  X(kGridBarriers, kNumGridBarriers, "arrivals of this rank's CTAs")                \
+  X(kTickets, 8, "the first: next cluster tile of the sequence")                    \
+  X(kSegmentsStaged, kMaxSegments, "CTAs that have copied their part of a segment") \
+  X(kSendCounts, kRouteGroups* plan.num_experts, "rows by route group and expert")  \
+  X(kSendCursors, kRouteGroups* plan.num_experts, "rows of them that are listed")   \
+  X(kExpertStored, plan.experts_per_rank(), "stored tiles of each local expert")    \
+  X(kArrived, plan.max_blocks(), "rows of each block in the x ring")                \
+  X(kLinear1Done, plan.max_blocks(), "Linear-1 tiles of each block")                \
   X(kLinear2Done, plan.max_blocks(), "Linear-2 tiles of each block")
 
 // The regions, in order: X(name, bytes, meaning). A region that needs two banks says 2 *. Those

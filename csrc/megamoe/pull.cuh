@@ -1,5 +1,5 @@
-// The pull: rows that sources have listed for this rank, from their memory into the x ring, one by
-// one (plan.pull = 0; in groups: pull_groups.cuh).
+// The pull (plan.dispatch = 0): rows that sources have listed for this rank, from their memory into
+// this rank's x ring, one by one.
 //
 // Roles: warps 2 and 3, beside the tiles.
 // Global protocol:

@@ -4,16 +4,18 @@
 //
 // A source knows how many rows every source sends to every expert, so where its own rows stand: the
 // rows of an expert lie source after source. The push warps are shared out among the owners by the
-// rows that go to each, at least one warp per owner; a warp sends units of a few adjacent rows in
-// block order. So what it may wait for, a ring slot at its owner, is freed by tiles that need only
-// rows before it, of its own and of the warps beside it: no warp waits for another owner's tiles.
+// rows that go to each, at least one warp per owner with rows; the warps of an owner take its rows in
+// turns, in block order. So what a warp may wait for, a ring slot at its owner, is freed by tiles that
+// need only rows before it, of its own and of the warps beside it: no warp waits for another owner's
+// tiles.
 //
 // Roles: warps 2 and 3, beside the tiles.
 // Global protocol:
 //   kRoutesStored (this rank's)      red.release.gpu of every block -> acquire: the lists are whole
-//   kLinear1Done (the owner's)       acquire.sys: the x ring slot is free
-//   kArrived[b], kOrigins (theirs)   red.release.sys per unit and block -> acquire.sys by the
-//                                    owner's schedulers
+//   kLinear1Done (the owner's)       acquire.sys: the x ring slot is free. Its release is at gpu scope:
+//                                    what it stands for here are reads, which were over before
+//   kArrived[b], kOrigins (theirs)   red.release.sys per row, for a group at a time -> acquire.sys by
+//                                    the owner's schedulers
 #pragma once
 
 #include "common/wait.cuh"
@@ -194,7 +196,7 @@ struct OwnerRing {
 };
 
 // Sends rows [at, end) of a batch: lane l holds the l-th's addresses. `meanwhile` runs behind the
-// first loads.
+// loads of each piece.
 template <class Meanwhile>
 __device__ __forceinline__ void send_rows(char const* from, char* to, int at, int end,
                                           int32_t row_bytes, Meanwhile meanwhile) {

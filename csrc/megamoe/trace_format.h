@@ -18,7 +18,7 @@ enum class TraceKind : int64_t {
   kNone = 0,
   kTile = 1,      // math: first stage there .. results handed over
   kPrologue = 2,  // start of the call .. counts of all sources known
-  kPull = 3,      // first .. last row of warp 1
+  kPull = 3,      // warp 2: a row pulled (n: which of its block), or a group of rows pushed
   kTail = 4,      // all tiles of this CTA done .. all ranks done
   kCombine = 5,
 };
