@@ -229,6 +229,12 @@ __global__ void __cluster_dims__(MegaMoeTraits::kCluster, 1, 1)
   CallState const call{shared.epoch, static_cast<int32_t>(shared.epoch & 1), tokens_of(params),
                        static_cast<int32_t>(blockIdx.x) - virtual_rank * num_blocks, num_blocks};
   bool const ok = dispatch_prologue(params, call, shared);
+  // The partner multicasts into the stages, where this CTA has listed routes until now. Where rows
+  // are pulled no rank's signal goes out before all of its blocks are through.
+  if (params.plan.dispatch == kPush) {
+    cute::cluster_arrive();
+    cute::cluster_wait();
+  }
   uint64_t const tiles_ns = Tracer<kTrace>::now();
 
   if (threadIdx.x < 128) {
