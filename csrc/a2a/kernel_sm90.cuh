@@ -10,7 +10,7 @@
 //                         run; warp 1 stores them from there. No byte passes a register.
 // Shared memory   the routes (5.6 KiB); bulk: kStages x kStageBytes
 // Barriers        bulk: full, empty of every stage
-// Global protocol common/channel.cuh: slots announced by the last block and awaited by every block;
+// Global protocol common/channel.cuh: slots announced by block 0 and awaited by every block;
 //                 every block tells the peers at its end; the last block of a rank waits for all
 //                 ranks, so that the kernel's end is the call's end. No block waits for another of
 //                 its rank.
@@ -57,7 +57,8 @@ struct BulkStorage {
 };
 
 // Chunks of this block, one after another: chunk-major, destinations alternating from the rank
-// behind the own one on. The first one is found on construction.
+// behind the own one on; block 0 has those of the last, never more than another block. The first one
+// is found on construction.
 class ChunkWalk {
  public:
   __device__ __forceinline__ ChunkWalk(A2aParams const& params, A2aRankParams const& rank,
@@ -66,7 +67,7 @@ class ChunkWalk {
         num_tensors_(params.num_tensors),
         world_(static_cast<uint32_t>(rank.workspace.world)),
         first_dst_(static_cast<uint32_t>(rank.workspace.rank) + 1),
-        index_(blockIdx.x),
+        index_(gridDim.x - 1 - blockIdx.x),
         end_(static_cast<uint32_t>(params.chunks) * world_) {
     next();
   }
@@ -264,11 +265,11 @@ __device__ __forceinline__ void finish_call(A2aParams const& params, A2aRankPara
 }
 
 // One warp, behind the kernel before: announces the free slots of this rank and the call, and waits
-// for the slot of this call. The last block announces, which never has more chunks than another: the
-// fence in front of the announcement holds up its first store.
+// for the slot of this call. Block 0 announces: it starts first, whatever else holds SMs, and has no
+// more chunks than another, since the fence in front of the announcement holds up its first store.
 __device__ __forceinline__ bool begin_call(A2aParams const& params, A2aRankParams const& rank,
                                            uint64_t epoch) {
-  if (blockIdx.x + 1 == gridDim.x) {
+  if (blockIdx.x == 0) {
     announce_slots(rank.workspace, epoch, params.free_slots);
     announce_call(rank.workspace, epoch);
   }

@@ -271,6 +271,7 @@ __device__ __forceinline__ void push_rows(MegaMoeParams const& params, CallState
       uint64_t const start_ns = Tracer<kTrace>::now();
       // Rows up to the first that has to wait: it may wait for those before it.
       uint32_t const closed = ~__ballot_sync(0xffffffffu, open) >> at;
+      __syncwarp();  // all lanes store into a slot that one has seen free
       int ready = min_of(__ffs(closed) - 1, most);
       ready = min_of(ready, count - at);
       if (ready == 0) {
