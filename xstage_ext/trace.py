@@ -40,7 +40,7 @@ class Span:
     track, kind : str
         Of `TRACKS`; "linear-1", "linear-2" or one of `KINDS`.
     block, n : int
-        m-block and column tile; for "pull": block and row.
+        m-block and column tile; for "pull": block and row (0: a group of rows was pushed).
     start_us, end_us : float
         From the first record of the call on.
     first_cycles, other_cycles, handing_cycles, all_cycles : int
@@ -201,8 +201,8 @@ class MegaMoETrace:
             _spread("all ranks done", [s.end_us for s in self.of("tail")]),
             _spread("combine", [s.us for s in self.of("combine")]),
             _spread("call ends", [s.end_us for s in self.of("combine")]),
-            _spread("last row pulled", _by_cta(self.of("pull"), max, "end_us")),
-            _spread("a row pulled in", [s.us for s in self.of("pull")]),
+            _spread("last row moved", _by_cta(self.of("pull"), max, "end_us")),
+            _spread("a row, or a group", [s.us for s in self.of("pull")]),
         ]
         for kind in ("linear-1", "linear-2"):
             tiles = [s for s in self.of(kind) if s.track == "math 0"]

@@ -224,6 +224,19 @@ def test_all_tokens_to_one_expert_and_duplicates() -> None:
     assert relative_error(results, references(tensors)) < 6e-3
 
 
+@pytest.mark.parametrize("experts", [33, 100])
+def test_more_local_experts_than_lanes(experts: int) -> None:
+    """A warp looks at 32 experts of an owner at a time: where it lists rows, where it pushes them."""
+    case = Case((150, 70), 64, 64, 2 * experts, 3)
+    tensors = make(case)
+    wanted = references(tensors)
+    for fields in ({}, {"dispatch": 1}, {"dispatch": 1, "num_sms": 2}):
+        with Session(case.plan(**fields)) as session:
+            results = session(tensors)
+            session.workspace.check(synchronize=True)
+        assert relative_error(results, wanted) < 6e-3, fields
+
+
 LAYOUTS = ("gate_up", "up_gate", "interleaved")
 
 
