@@ -13,7 +13,7 @@
 // Global protocol common/channel.cuh: slots announced by block 0 and awaited by every block;
 //                 every block tells the peers at its end; the last block of a rank waits for all
 //                 ranks, so that the kernel's end is the call's end. No block waits for another of
-//                 its rank.
+//                 its rank, but for block 0's announcement, so not all need to be resident at once.
 // Launch          early (common/launch.h): what needs parameters only comes before the wait for the
 //                 kernel before
 // Requires        a virtual group's ranks co-resident (cooperative launch). Bulk and 16-byte
