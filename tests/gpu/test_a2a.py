@@ -91,6 +91,20 @@ def test_there_and_back(
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: STORE_PATHS[path])
+def test_more_blocks_than_the_gpu_holds(path: int) -> None:
+    """What blocks of a rank wait for comes from one that is there: the first."""
+    plan = plan_of(1, 5000, 8, store_path=path, num_sms=1000)
+    q = whole(1, 5000, 8, 128, torch.bfloat16)
+    with open_virtual(plan, plan.a2a_region_bytes(1, 1, 128)) as workspace:
+        lease = workspace.channel("a2a", workspace.nbytes, counter_bytes=0)
+        for _ in range(3):
+            outs = ulysses_a2a_virtual(lease, plan, cut(plan, (q,)))
+            assert torch.equal(outs[0], q)
+            del outs
+        workspace.check(synchronize=True)
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: STORE_PATHS[path])
 def test_rows_with_space_between_them(path: int) -> None:
     plan = plan_of(2, 1025, 24, store_path=path)
     back = plan.to_sequence(row_pad=row_pad_for(24 * 128 * 2))
