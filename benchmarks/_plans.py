@@ -50,9 +50,9 @@ class Case:
     plans: tuple[Measured, ...]
 
     def of(self, plan: MegaMoePlan) -> Measured | None:
-        """What was measured of a plan; runs before `dispatch` was a field pulled every row."""
-        by_plan = {one.plan: one for one in self.plans}
-        return by_plan.get(plan) or by_plan.get(dataclasses.replace(plan, dispatch=0))
+        """What was measured of a plan."""
+        return {one.plan: one for one in self.plans}.get(plan)
+
 
 
 def read(lines: Iterable[Mapping[str, Any]]) -> list[Case]:
