@@ -54,7 +54,6 @@ class Case:
         return {one.plan: one for one in self.plans}.get(plan)
 
 
-
 def read(lines: Iterable[Mapping[str, Any]]) -> list[Case]:
     """Every configuration among result lines; plans whose results were wrong are left out."""
     by_key = {json.dumps(config.key): config for config in _sweep.load_configs()}
