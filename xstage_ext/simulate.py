@@ -86,27 +86,27 @@ class Assumptions:
         real machine keeps SMs exactly in step.
     """
 
-    setup_us: float = 13.0
+    setup_us: float = 11.8
     exchange_us: float = 13.8
     epilogue1_us: float = 2.6
     epilogue2_us: float = 1.4
     copies_us: float = 1.6
-    sustained: float = 0.917
+    sustained: float = 0.903
     power_exponent: float = 0.342
     idle_us: float = 1050.0
     most_rate: float = 1.3
-    half_share: float = 0.549
+    half_share: float = 0.572
     local_share: float = 0.32
-    combine_share: float = 0.79
+    combine_share: float = 0.76
     sharing_penalty: float = 0.0252
     prefetch_stages: int = 4
     block_k: int = 64
     l2_reuse: float = 0.725
-    hbm_share: float = 0.917
+    hbm_share: float = 0.707
     hbm_sm_share: float = 2.47
-    pull_rate: float = 0.447
-    push_rate: float = 0.5
-    pull_share: float = 0.531
+    pull_rate: float = 0.452
+    push_rate: float = 0.503
+    pull_share: float = 0.536
     visibility_us: float | None = None
     tickets: bool = True
     jitter: float = 0.03
