@@ -163,7 +163,7 @@ def load(path: pathlib.Path) -> tuple[Entry, ...]:
         if unknown or not line.us or line.tokens < 1 or min(line.us.values()) <= 0.0:
             raise PlanError(
                 f"{table}: expected tokens and times above 0 of plans that this version knows; "
-                f"tune the layer again, got {line}"
+                f"tune the layer again, got {line.tokens} tokens and {line.us}"
             )
     return tuple(
         Entry(
