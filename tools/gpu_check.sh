@@ -12,8 +12,8 @@
 # LIMIT_S scales every limit (default 1). Outside of git write the commit into a file COMMIT: it stands in
 # every result.
 #
-# On two H200 every step but three ran through this script in seven minutes; bench-burst and dist-workspace
-# ran by the same commands before, the programs of the sanitizer step one by one.
+# On two H200 every step but four ran through this script in seven minutes; bench-burst, bench-models and
+# dist-workspace ran by the same commands, the programs of the sanitizer step one by one.
 set -u
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
@@ -89,6 +89,8 @@ if ((gpus >= ranks)); then
   step bench-alone 180 python3 benchmarks/bench_attention.py
   step bench-megamoe 240 "${launch[@]}" benchmarks/bench_megamoe.py
   step bench-a2a 180 "${launch[@]}" benchmarks/bench_a2a.py
+  step bench-models 90 "${launch[@]}" benchmarks/bench_model.py flux qwen-image wan2.2-720p hunyuan \
+    --proxy-world 8 --pairs 20 --out models.jsonl
   step sweep 480 "${launch[@]}" benchmarks/sweep_84.py --record
   step traces 60 python3 benchmarks/evidence.py spans --measure
   step bench-handshake 120 "${launch[@]}" benchmarks/bench_handshake.py
