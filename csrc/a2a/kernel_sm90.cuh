@@ -172,15 +172,6 @@ __device__ __forceinline__ void send_vectors(ChunkWalk walk) {
   for (; !walk.done(); walk.next()) copy_chunk<Vec>(walk.chunk());
 }
 
-__device__ __forceinline__ void bulk_load(void* shared, void const* global, uint32_t bytes,
-                                          MBarrier& full) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(smem_address(shared)),
-      "l"(global), "r"(bytes), "r"(smem_address(&full))
-      : "memory");
-}
-
 __device__ __forceinline__ void load_chunk(A2aChunk const& chunk, char* stage, MBarrier& full) {
   uint32_t const lines = chunk.rows * chunk.runs;
   uint32_t const lane = threadIdx.x % kWarpThreads;
@@ -191,7 +182,7 @@ __device__ __forceinline__ void load_chunk(A2aChunk const& chunk, char* stage, M
     uint32_t const run = line % chunk.runs;
     bulk_load(stage + line * chunk.run_bytes,
               chunk.source + row * chunk.source_row_stride + run * chunk.source_run_stride,
-              chunk.run_bytes, full);
+              chunk.run_bytes, &full);
   }
 }
 
@@ -202,8 +193,7 @@ __device__ __forceinline__ void prefetch_chunk(A2aChunk const& chunk) {
   for (uint32_t line = threadIdx.x % kWarpThreads; line < lines; line += kWarpThreads) {
     char const* const source = chunk.source + line / chunk.runs * chunk.source_row_stride +
                                line % chunk.runs * chunk.source_run_stride;
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(chunk.run_bytes)
-                 : "memory");
+    bulk_prefetch_l2(source, chunk.run_bytes);
   }
 }
 

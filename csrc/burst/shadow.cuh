@@ -30,14 +30,6 @@ struct ShadowShared {
 
 // Loads into shared memory, in the forms that the probes need.
 
-__device__ __forceinline__ void bulk_load(void* shared, void const* global, uint32_t bytes,
-                                          uint64_t* barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(smem_address(shared)),
-      "l"(global), "r"(bytes), "r"(smem_address(barrier))
-      : "memory");
-}
 __device__ __forceinline__ void tensor_load_2d(void* shared, CUtensorMap const* map, int x, int y,
                                                uint64_t* barrier) {
   asm volatile(

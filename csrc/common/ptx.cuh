@@ -127,11 +127,23 @@ __device__ __forceinline__ void fence_proxy_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Bulk copies out of shared memory. `bulk_wait_read` says that shared memory may be reused;
+// Bulk copies into and out of shared memory, and into the L2; addresses and bytes are multiples of 16.
+// An mbarrier counts the bytes that have come. `bulk_wait_read` says that shared memory may be reused;
 // only `bulk_wait` says that the bytes have been written.
 
 __device__ __forceinline__ uint32_t smem_address(void const* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+__device__ __forceinline__ void bulk_load(void* shared, void const* global, uint32_t bytes,
+                                          void* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(smem_address(shared)),
+      "l"(global), "r"(bytes), "r"(smem_address(barrier))
+      : "memory");
+}
+__device__ __forceinline__ void bulk_prefetch_l2(void const* global, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void bulk_store(void* global, void const* shared, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),

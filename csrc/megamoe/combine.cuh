@@ -171,16 +171,6 @@ __device__ __forceinline__ void combine_early(MegaMoeParams const& params, CallS
   }
 }
 
-// Brings `bytes` from this rank's memory; `barrier` counts them.
-__device__ __forceinline__ void bulk_load(void* shared, void const* global, uint32_t bytes,
-                                          uint64_t* barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(smem_address(shared)),
-      "l"(global), "r"(bytes), "r"(smem_address(barrier))
-      : "memory");
-}
-
 // Math warps, when the tiles of the block are done and nothing arrives in the stages any more.
 __device__ __forceinline__ void prepare_rings(MegaMoeShared& shared) {
   constexpr int kRings = MegaMoeTraits::kDispatchWarps + MegaMoeTraits::kMathWarps;

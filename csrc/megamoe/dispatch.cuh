@@ -131,12 +131,7 @@ __device__ __forceinline__ void place_routes(MegaMoeParams const& params, CallSt
         count += rows;
         if (g < group) earlier += rows;
       }
-      uint32_t sum = count;
-#pragma unroll
-      for (int d = 1; d < 32; d *= 2) {
-        uint32_t const other = __shfl_up_sync(0xffffffffu, sum, d);
-        if (lane >= d) sum += other;
-      }
+      uint32_t const sum = warp_inclusive_sum(count);
       if (valid) {
         uint32_t const mine = shared.routing.counts[expert];
         uint32_t const taken =

@@ -51,11 +51,11 @@ __device__ __forceinline__ bool wait_for_operands(MegaMoeParams const& params,
     if (ok && block >= plan.h_ring_blocks) {
       ok = reach(Phase::kLinear2Ready,
                  counter(MegaMoeCounter::kLinear2Done) + block - plan.h_ring_blocks,
-                 plan.linear2_tiles() * MegaMoeTraits::kTileCount);
+                 whole_linear2(plan));
     }
   } else if (tile.phase == TilePhase::kLinear2) {
     ok = reach(Phase::kLinear1Ready, counter(MegaMoeCounter::kLinear1Done) + block,
-               plan.linear1_tiles() * MegaMoeTraits::kTileCount);
+               whole_linear1(plan));
   }
   // Rows and activations were written by other SMs; TMA reads them next.
   fence_proxy_async();

@@ -83,6 +83,26 @@ __device__ __forceinline__ int32_t uniform(int32_t value) {
   return __shfl_sync(0xffffffffu, value, 0);
 }
 
+// The sum of the values of this lane and those before it.
+template <class T>
+__device__ __forceinline__ T warp_inclusive_sum(T value) {
+  int const lane = threadIdx.x % 32;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    T const other = __shfl_up_sync(0xffffffffu, value, d);
+    if (lane >= d) value += other;
+  }
+  return value;
+}
+
+// What kLinear1Done and kLinear2Done of a block come to when all of its tiles are done.
+__device__ __forceinline__ uint32_t whole_linear1(MegaMoePlan const& plan) {
+  return plan.linear1_tiles() * MegaMoeTraits::kTileCount;
+}
+__device__ __forceinline__ uint32_t whole_linear2(MegaMoePlan const& plan) {
+  return plan.linear2_tiles() * MegaMoeTraits::kTileCount;
+}
+
 // Position in the ring of stages.
 struct PipelineState {
   int stage = 0;

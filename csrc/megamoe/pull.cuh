@@ -74,9 +74,7 @@ struct PullCursor {
     return own.counter(params.layout, bank, MegaMoeCounter::kLinear1Done) + block -
            params.plan.x_ring_blocks;
   }
-  __device__ __forceinline__ uint32_t slot_target() const {
-    return params.plan.linear1_tiles() * MegaMoeTraits::kTileCount;
-  }
+  __device__ __forceinline__ uint32_t slot_target() const { return whole_linear1(params.plan); }
 
   // Row i of all that this rank received.
   __device__ __forceinline__ PulledRow find(int32_t i) {

@@ -64,11 +64,6 @@ struct RowPiece {
   }
 };
 
-// Brings `bytes` (a multiple of 16) from `global` on into the L2.
-__device__ __forceinline__ void prefetch_l2(void const* global, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes));
-}
-
 // A warp's share: every `warps`-th row for one owner, from `first` on.
 struct PushShare {
   int32_t owner = -1;  // none
@@ -111,15 +106,6 @@ struct PushCursor {
   int32_t rows_before = 0;    // up to the end of the 32 experts
   int32_t blocks_before = 0;  // the same, in blocks of the owner
 
-  __device__ __forceinline__ static int32_t inclusive_sum(int32_t value) {
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      int32_t const other = __shfl_up_sync(0xffffffffu, value, d);
-      if (static_cast<int32_t>(threadIdx.x % 32) >= d) value += other;
-    }
-    return value;
-  }
-
   __device__ __forceinline__ void next_experts(MegaMoeParams const& params, CallState const& call,
                                                int32_t owner) {
     MegaMoePlan const& plan = params.plan;
@@ -139,8 +125,8 @@ struct PushCursor {
       if (s == rank) mine = rows;
     }
     int32_t const blocks = ceil_div<int32_t>(total, MegaMoeTraits::kBlockM);
-    int32_t const blocks_end = inclusive_sum(blocks);
-    end = rows_before + inclusive_sum(mine);
+    int32_t const blocks_end = warp_inclusive_sum(blocks);
+    end = rows_before + warp_inclusive_sum(mine);
     shift = (blocks_before + blocks_end - blocks) * MegaMoeTraits::kBlockM + earlier - (end - mine);
     rows_before = __shfl_sync(0xffffffffu, end, 31);
     blocks_before += __shfl_sync(0xffffffffu, blocks_end, 31);
@@ -174,9 +160,7 @@ struct OwnerRing {
     return params.view(owner).counter(params.layout, call.bank, MegaMoeCounter::kLinear1Done) +
            block - params.plan.x_ring_blocks;
   }
-  __device__ __forceinline__ uint32_t target() const {
-    return params.plan.linear1_tiles() * MegaMoeTraits::kTileCount;
-  }
+  __device__ __forceinline__ uint32_t target() const { return whole_linear1(params.plan); }
   __device__ __forceinline__ bool free(int32_t block) const {
     return block < params.plan.x_ring_blocks || ld_acquire_sys(word(block)) >= target();
   }
@@ -265,7 +249,7 @@ __device__ __forceinline__ void push_rows(MegaMoeParams const& params, CallState
     char const* const from =
         reinterpret_cast<char const*>(params.x) + int64_t{route / plan.topk} * row_bytes;
     char* const to = ring.row(here ? padded : 0);
-    if (here) prefetch_l2(from, row_bytes);
+    if (here) bulk_prefetch_l2(from, row_bytes);
     bool open = here && ring.free(block);
     for (int at = 0; at < count;) {
       uint64_t const start_ns = Tracer<kTrace>::now();
