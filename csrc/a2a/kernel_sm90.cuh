@@ -172,17 +172,20 @@ __device__ __forceinline__ void send_vectors(ChunkWalk walk) {
   for (; !walk.done(); walk.next()) copy_chunk<Vec>(walk.chunk());
 }
 
+// Where run `line` of a chunk begins, those of a row one after another.
+__device__ __forceinline__ char const* source_line(A2aChunk const& chunk, uint32_t line) {
+  uint32_t const row = line / chunk.runs;
+  uint32_t const run = line % chunk.runs;
+  return chunk.source + row * chunk.source_row_stride + run * chunk.source_run_stride;
+}
+
 __device__ __forceinline__ void load_chunk(A2aChunk const& chunk, char* stage, MBarrier& full) {
   uint32_t const lines = chunk.rows * chunk.runs;
   uint32_t const lane = threadIdx.x % kWarpThreads;
   if (lane == 0) full.arrive_and_expect_tx(lines * chunk.run_bytes);
   __syncwarp();
   for (uint32_t line = lane; line < lines; line += kWarpThreads) {
-    uint32_t const row = line / chunk.runs;
-    uint32_t const run = line % chunk.runs;
-    bulk_load(stage + line * chunk.run_bytes,
-              chunk.source + row * chunk.source_row_stride + run * chunk.source_run_stride,
-              chunk.run_bytes, &full);
+    bulk_load(stage + line * chunk.run_bytes, source_line(chunk, line), chunk.run_bytes, &full);
   }
 }
 
@@ -191,9 +194,7 @@ __device__ __forceinline__ void load_chunk(A2aChunk const& chunk, char* stage, M
 __device__ __forceinline__ void prefetch_chunk(A2aChunk const& chunk) {
   uint32_t const lines = chunk.rows * chunk.runs;
   for (uint32_t line = threadIdx.x % kWarpThreads; line < lines; line += kWarpThreads) {
-    char const* const source = chunk.source + line / chunk.runs * chunk.source_row_stride +
-                               line % chunk.runs * chunk.source_run_stride;
-    bulk_prefetch_l2(source, chunk.run_bytes);
+    bulk_prefetch_l2(source_line(chunk, line), chunk.run_bytes);
   }
 }
 
