@@ -26,7 +26,7 @@ class AttentionMemory:
         self.outputs: ChannelLease | None = None
         self.digest = 0
         self.roll_call: RollCall | None = None
-        self._owned: list[ChannelLease | SymmetricWorkspace | RollCall] = []
+        self._owned = contextlib.ExitStack()  # gives back what was reserved here
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -58,12 +58,12 @@ class AttentionMemory:
         """Take channels of a workspace, or make one; collective."""
         if workspace is None:
             workspace = SymmetricWorkspace(group, region_bytes(needed), device=device)
-            self._owned.append(workspace)
+            self._owned.callback(workspace.close)
         self.outputs = workspace.channel(f"{self.name} outputs", needed[1], counter_bytes=0)
-        self._owned.insert(0, self.outputs)
+        self._owned.callback(self.outputs.release)
         if needed[0]:
             self.inputs = workspace.channel(f"{self.name} inputs", needed[0], counter_bytes=0)
-            self._owned.insert(0, self.inputs)
+            self._owned.callback(self.inputs.release)
         self.workspace = workspace
         self.digest = wire.digest(self.outputs.enrol(self.name))
 
@@ -78,7 +78,7 @@ class AttentionMemory:
     def call_the_roll(self, group: dist.ProcessGroup | None) -> None:
         """Instead of channels, where torch.distributed carries the calls."""
         self.roll_call = RollCall(group, self.name)
-        self._owned.append(self.roll_call)
+        self._owned.callback(self.roll_call.close)
 
     @contextlib.contextmanager
     def calling(self, meaning: Semantics) -> Iterator[None]:
@@ -110,10 +110,5 @@ class AttentionMemory:
 
     def close(self) -> None:
         """Give back what was reserved here; local, idempotent."""
-        for owned in self._owned:
-            if isinstance(owned, ChannelLease):
-                owned.release()
-            else:
-                owned.close()
-        self._owned.clear()
+        self._owned.close()
         self.workspace = self.inputs = self.outputs = self.roll_call = None
