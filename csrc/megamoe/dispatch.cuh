@@ -174,7 +174,7 @@ __device__ __forceinline__ void signal_owners(MegaMoeParams const& params, CallS
   fence_acq_rel_sys();
   for (int64_t i = 1; i <= workspace.world; ++i) {
     int64_t const owner = (workspace.rank + i) % workspace.world;
-    st_release_sys(
+    st_relaxed_sys(
         params.view(owner).dispatch_signal(params.layout, static_cast<int32_t>(workspace.rank)),
         workspace.signal(call.epoch));
   }
@@ -191,9 +191,9 @@ __device__ __forceinline__ bool gather_counts(MegaMoeParams const& params, CallS
     if (source < workspace.world) {
       uint64_t const* const word = own.dispatch_signal(params.layout, source);
       WaitSite const site{Phase::kDispatchCounts, source, call.epoch, call.epoch};
-      ok = wait_until(workspace, site, [&] { return signal_epoch(ld_acquire_sys(word)); });
+      uint64_t seen = 0;
+      ok = wait_until(workspace, site, [&] { return signal_epoch(seen = ld_acquire_sys(word)); });
       // No source can be ahead: its next call needs this rank's signal of this call.
-      uint64_t const seen = ok ? ld_acquire_sys(word) : 0;
       uint64_t const expected = workspace.signal(call.epoch);
       if (ok && seen != expected) {
         WaitSite const differs{Phase::kDispatchCounts, source, call.epoch, signal_digest(expected)};
