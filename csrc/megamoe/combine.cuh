@@ -171,17 +171,6 @@ __device__ __forceinline__ void combine_early(MegaMoeParams const& params, CallS
   }
 }
 
-// Math warps, when the tiles of the block are done and nothing arrives in the stages any more.
-__device__ __forceinline__ void prepare_rings(MegaMoeShared& shared) {
-  constexpr int kRings = MegaMoeTraits::kDispatchWarps + MegaMoeTraits::kMathWarps;
-  int const thread = threadIdx.x - 128;
-  if (thread < kRings * CombineRing::kPieces) {
-    mbarrier_init(
-        &shared.combine[thread / CombineRing::kPieces].full[thread % CombineRing::kPieces], 1);
-    fence_mbarrier_init_release_cluster();
-  }
-}
-
 // What a warp adds up: units first, first + stride, ... of rows, or of pieces of rows where those
 // are few, so that every SM has a part: `split` units to a row, which take its pieces in turns. The
 // slots of the first two are read before the results are there.
@@ -217,6 +206,8 @@ __device__ __forceinline__ void combine_units(MegaMoeParams const& params, CallS
   int64_t const slot_stride = int64_t{1} * plan.max_tokens * row_bytes;
   char const* const rows =
       params.view(params.workspace.rank).combine_row<char>(plan, params.layout, 0, 0);
+  if (lane < kPieces) mbarrier_init(&ring.full[lane], 1);
+  fence_mbarrier_init_release_cluster();
   // Results, and what lay in the ring before, were accesses of the generic proxy.
   fence_proxy_async();
   __syncwarp();

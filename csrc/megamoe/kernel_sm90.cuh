@@ -161,7 +161,6 @@ __device__ __forceinline__ void finish_tokens(MegaMoeParams const& params, CallS
   Tracer<kTrace> tracer({params.trace, params.trace_records}, blockIdx.x, TraceTrack::kPhases,
                         thread == 0);
   uint64_t const tail_ns = Tracer<kTrace>::now();
-  prepare_rings(shared);
   CombineUnits const units(params, call);
   bool const arrived =
       thread >= 32 || wait_for_ranks(params.workspace, call.epoch, Phase::kCombineArrival);
