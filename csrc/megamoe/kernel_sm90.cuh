@@ -25,7 +25,8 @@
 // Barriers
 //   full[4]       1 arrival + 49152 bytes      loader -> math warps
 //   empty[4]      16 arrivals (both CTAs)      math warps -> both loaders
-//   tile_ready[8] 1 arrival                    scheduler -> loader: the next tile, operands there
+//   tile_ready[8] 1 arrival                    scheduler -> loader: the next tile
+//   operands_ready[8] 1 arrival                scheduler -> loader: its rows, or activations, are there
 //   tile_taken[8] 1 arrival                    loader -> scheduler: prepare another
 //   ticket_full[8] 1 arrival + 4 bytes         scheduler of CTA 0 -> scheduler of CTA 1
 //   kMathGroup    128 threads                  votes of a math warpgroup, and its segments of x
@@ -217,6 +218,7 @@ __global__ void __cluster_dims__(MegaMoeTraits::kCluster, 1, 1)
     for (int q = 0; q < Traits::kTileQueue; ++q) {
       mbarrier_init(&shared.ticket_full[q], 1);
       mbarrier_init(&shared.tile_ready[q], 1);
+      mbarrier_init(&shared.operands_ready[q], 1);
       mbarrier_init(&shared.tile_taken[q], 1);
     }
     fence_mbarrier_init_release_cluster();

@@ -6,10 +6,12 @@
 //                    -> the math warps
 //           empty[s] 16 arrivals: 8 math warps of both CTAs -> the loaders of both CTAs, since
 //                    either may multicast into the stage of the other
-//           tile_ready[q], tile_taken[q]  1 arrival: scheduler -> loader -> scheduler
+//           tile_ready[q], operands_ready[q], tile_taken[q]  1 arrival: scheduler -> loader (what
+//                    the tile is; its rows or activations are there), loader -> scheduler
 //           ticket_full[q]  1 arrival (CTA 1's scheduler) + 4 bytes from CTA 0's scheduler
 // Both CTAs of a cluster walk the same tiles with the same number of steps; a CTA without a tile of
 // its own keeps step with empty stages.
+// While a tile's rows are not there, the loader brings the weights of its first steps.
 // kSplit: warpgroup 1 of both CTAs takes rows 64 to 127 of the first block, each half of the columns.
 // Global protocol: before a tile's loads the scheduler acquires kArrived (Linear-1: its rows are
 // here), kLinear2Done of the block that used the h ring slot before (Linear-1), or kLinear1Done
@@ -130,10 +132,11 @@ struct TileLoads {
     }
   }
 
-  // All loads of this CTA for step k.
-  __device__ __forceinline__ void issue(MegaMoeShared::Stage& stage, uint64_t* barrier, int k,
-                                        int cta) const {
-    constexpr uint16_t kBoth = 3;
+  static constexpr uint16_t kBoth = 3;  // CTAs: what they share goes into both
+
+  // This CTA's loads for step k.
+  __device__ __forceinline__ void issue_tokens(MegaMoeShared::Stage& stage, uint64_t* barrier,
+                                               int k, int cta) const {
     if (share == TileShare::kTokens) {
       load_a(stage, barrier, k, cta, kBoth);
     } else {
@@ -144,6 +147,9 @@ struct TileLoads {
         load_a(stage, barrier, k, 1, kBoth);
       }
     }
+  }
+  __device__ __forceinline__ void issue_weights(MegaMoeShared::Stage& stage, uint64_t* barrier,
+                                                int k, int cta) const {
     if (share == TileShare::kWeights || share == TileShare::kSplit) {
       load_b(stage, barrier, k, cta, kBoth);
     } else {
@@ -175,7 +181,7 @@ __device__ __forceinline__ int32_t next_tile(MegaMoeParams const& params, CallSt
   return ok ? shared.tickets[slot] : -1;
 }
 
-// One thread. Works out this cluster's tiles, one ahead of the loader, and waits for their
+// One thread. Works out this cluster's tiles, one ahead of the loader, tells it, and waits for their
 // operands.
 __device__ __forceinline__ void schedule_tiles(MegaMoeParams const& params, CallState const& call,
                                                MegaMoeShared& shared) {
@@ -208,16 +214,17 @@ __device__ __forceinline__ void schedule_tiles(MegaMoeParams const& params, Call
                       tile.n,
                       tile.expert,
                       tile.block % plan.h_ring_blocks * Traits::kBlockM};
-      if (!wait_for_operands(params, call, work, work.block)) return;
-      // Warpgroup 1 works on the partner's block.
-      if (tile.share == TileShare::kSplit && cta == 1 &&
-          !wait_for_operands(params, call, work, work.block - 1)) {
-        return;
-      }
     }
     shared.tiles[slot] = work;
     mbarrier_arrive(&shared.tile_ready[slot]);
     if (work.num_k == 0) return;
+    if (!wait_for_operands(params, call, work, work.block)) return;
+    // Warpgroup 1 works on the partner's block.
+    if (work.share == TileShare::kSplit && cta == 1 &&
+        !wait_for_operands(params, call, work, work.block - 1)) {
+      return;
+    }
+    mbarrier_arrive(&shared.operands_ready[slot]);
   }
 }
 
@@ -232,19 +239,39 @@ __device__ __forceinline__ void load_tiles(MegaMoeParams const& params, MegaMoeS
     if (!mbarrier_wait(&shared.tile_ready[slot], parity, params.workspace)) return;
     TileWork const work = shared.tiles[slot];
     TileLoads const loads(params, work);
-    int32_t const look_ahead = max_of(work.num_k - Traits::kLookAhead, 0);
-    for (int k = 0; k < max_of(work.num_k, 1); ++k, pipe.advance()) {
-      uint64_t* const full = &shared.full[pipe.stage];
-      if (k == look_ahead) mbarrier_arrive(&shared.tile_taken[slot]);
-      if (!mbarrier_wait(&shared.empty[pipe.stage], pipe.phase ^ 1, params.workspace)) return;
+    // Takes the stage for a step, and brings weights into it.
+    auto const begin_step = [&](PipelineState const& at, int k) {
+      uint64_t* const full = &shared.full[at.stage];
+      if (!mbarrier_wait(&shared.empty[at.stage], at.phase ^ 1, params.workspace)) return false;
       if (work.phase == TilePhase::kNone) {
         mbarrier_arrive(full);
       } else {
         mbarrier_arrive_expect(full, sizeof(MegaMoeShared::Stage));
-        loads.issue(shared.stages[pipe.stage], full, k, cta);
+        loads.issue_weights(shared.stages[at.stage], full, k, cta);
       }
+      return true;
+    };
+    if (work.num_k == 0) {  // the math warps find it behind an empty stage
+      begin_step(pipe, 0);
+      return;
     }
-    if (work.num_k == 0) return;
+    // Weights need not wait for rows.
+    uint64_t* const operands = &shared.operands_ready[slot];
+    int32_t begun = 0;
+    PipelineState at = pipe;
+    while (begun < min_of(work.num_k, Traits::kStages) && !mbarrier_test_wait(operands, parity)) {
+      if (!begin_step(at, begun)) return;
+      at.advance();
+      ++begun;
+    }
+    if (!mbarrier_wait(operands, parity, params.workspace)) return;
+    int32_t const look_ahead = max_of(work.num_k - Traits::kLookAhead, 0);
+    for (int k = 0; k < work.num_k; ++k, pipe.advance()) {
+      if (k == look_ahead) mbarrier_arrive(&shared.tile_taken[slot]);
+      if (k >= begun && !begin_step(pipe, k)) return;
+      if (work.phase == TilePhase::kNone) continue;
+      loads.issue_tokens(shared.stages[pipe.stage], &shared.full[pipe.stage], k, cta);
+    }
   }
 }
 

@@ -171,8 +171,9 @@ struct MegaMoeShared {
   uint32_t rows[Traits::kMaxLocalExperts];  // rows received per local expert: fixes the schedule
   int32_t tickets[Traits::kTileQueue];      // CTA 1: which cluster tile comes next
   uint64_t ticket_full[Traits::kTileQueue];
-  uint64_t tile_ready[Traits::kTileQueue];  // scheduler -> loader: the entry, and its operands
-  uint64_t tile_taken[Traits::kTileQueue];  // loader -> scheduler: prepare the next but one
+  uint64_t tile_ready[Traits::kTileQueue];      // scheduler -> loader: the entry
+  uint64_t operands_ready[Traits::kTileQueue];  // and what the tile needs
+  uint64_t tile_taken[Traits::kTileQueue];      // loader -> scheduler: prepare the next but one
   uint64_t full[Traits::kStages];
   uint64_t empty[Traits::kStages];
   uint64_t epoch;
