@@ -7,7 +7,8 @@ Arms, each a CUDA graph of several calls, replayed:
   permute+nccl         copy to blocks, all_to_all_single, copy to the final layout
   nccl                 all_to_all_single alone: no layout change, not a usable result
 
-  padded               sequence: the default path into results with `row_pad_for` bytes between rows
+  padded               sequence, where `row_pad_for` says so (24 heads): that many bytes between the
+                       rows of the result
 
 Directions: `heads` sends q, k and v in one call, `sequence` one output back. Sizes are bytes that
 one rank sends to its peers per call (its own share is not counted); both directions of the link
@@ -101,6 +102,7 @@ class Bench:
         self.world = dist.get_world_size()
         self.tensors = 3 if direction == "heads" else 1
         self.heads = heads
+        self.row_pad = row_pad_for(heads * HEAD_DIM * 2) if direction == "sequence" else 0
         self.rows = rows_for(megabytes, self.world, self.tensors, heads)
         shape = (
             (1, self.rows, heads, HEAD_DIM)
@@ -119,8 +121,7 @@ class Bench:
         """A call on a channel of its own."""
         plan = make_plan(self.world, self.rows, self.heads, path, num_sms)
         if self.direction == "sequence":
-            pad = row_pad_for(self.heads * HEAD_DIM * 2) if path == "padded" else 0
-            plan = plan.to_sequence(row_pad=pad)
+            plan = plan.to_sequence(row_pad=self.row_pad if path == "padded" else 0)
         nbytes = plan.a2a_region_bytes(self.tensors, 1, HEAD_DIM)
         lease = self.workspace.channel(f"{path}-{num_sms}", nbytes, counter_bytes=0)
         self.leases.append(lease)
@@ -131,7 +132,7 @@ class Bench:
         self.leases: list = []
         wanted = self.by_nccl(self.inputs)
         arms = {}
-        paths = ["auto", "bulk", "vector"] + (["padded"] if self.direction == "sequence" else [])
+        paths = ["auto", "bulk", "vector"] + (["padded"] if self.row_pad else [])
         for path in paths:
             for num_sms in self.sms if path in STORE_PATHS else [0]:
                 call = self.ours(path, num_sms)
@@ -182,7 +183,7 @@ def main() -> None:
     parser.add_argument("--sms", type=int, nargs="*", default=[0], help="blocks; 0: the default")
     parser.add_argument("--out", default="a2a.jsonl", help="file below benchmarks/results/")
     parser.add_argument("--sizes", type=float, nargs="*", help="MB of remote bytes")
-    parser.add_argument("--heads", type=int, nargs="*", default=[24], help="heads of the model")
+    parser.add_argument("--heads", type=int, nargs="*", default=[24, 40], help="heads of models")
     args = parser.parse_args()
     torch.cuda.set_device(local_rank("bench_a2a"))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))

@@ -224,21 +224,21 @@ def fused_ratios() -> str:
 
 
 def a2a_rates() -> str:
-    """The All-to-All: time and rate on the link by size and direction."""
+    """The All-to-All: time and rate on the link by size, direction and heads of the model."""
     arms = {"auto-0": "default", "bulk-0": "bulk", "vector-0": "vector", "padded-0": "padded rows"}
     arms |= {"permute+nccl": "permute, NCCL, permute", "nccl": "NCCL alone"}
     lines = [line for line in _report.read("a2a.jsonl") if line["n"] > 0]
-    found: dict[tuple[str, float], dict[str, Line]] = {}
+    found: dict[tuple[str, int, float], dict[str, Line]] = {}
     for line in lines:
-        where = line["shape"]["direction"], line["remote_MB"]
+        where = line["shape"]["direction"], line["shape"]["heads"], line["remote_MB"]
         found.setdefault(where, {})[line["arm"]] = line
 
     def cell(line: Line | None) -> str:
         return "-" if line is None else f"{line['us_median']:.1f} ({line['egress_GBps']:.0f})"
 
     rows = [
-        [f"{size:.2f} MB to {direction}", *(cell(by_arm.get(arm)) for arm in arms)]
-        for (direction, size), by_arm in found.items()
+        [f"{size:.2f} MB to {direction}, {heads} heads", *(cell(by_arm.get(arm)) for arm in arms)]
+        for (direction, heads, size), by_arm in found.items()
     ]
     head = ["remote bytes of a call", *(f"{name}, us (GB/s)" for name in arms.values())]
     return markdown(head, rows) + "\n\n" + origin(lines)

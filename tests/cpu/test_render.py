@@ -115,7 +115,7 @@ def test_tables_of_ratios(render, results):
     row = {"op": "ulysses_a2a", "shape": shape, "world": 2, "n": 20, "remote_MB": 32.0} | FACTS
     line = row | {"arm": "auto-0", "us_median": 94.2, "egress_GBps": 339.7}
     (results / "a2a.jsonl").write_text(json.dumps(line) + "\n")
-    assert "| 32.00 MB to heads | 94.2 (340) | - |" in render.TABLES["a2a-rates"]()
+    assert "| 32.00 MB to heads, 24 heads | 94.2 (340) | - |" in render.TABLES["a2a-rates"]()
 
 
 def test_unknown_place_is_refused(render):
