@@ -12,8 +12,8 @@
 # LIMIT_S scales every limit (default 1). Outside of git write the commit into a file COMMIT: it stands in
 # every result.
 #
-# On two H200 every step but four ran through this script in seven minutes; bench-burst, bench-models and
-# dist-workspace ran by the same commands, the programs of the sanitizer step one by one.
+# On two H200 every step but two ran through this script, in two calls; bench-burst and bench-models ran by the
+# same commands.
 set -u
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
