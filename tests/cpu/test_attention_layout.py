@@ -132,11 +132,11 @@ def test_even_split() -> None:
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"rows": (-1, 2)}, "rows_0: expected 0"),
-        ({"slots": 17}, "slots: expected 1 to 16"),
-        ({"slots": 0}, "slots: expected 1 to 16"),
-        ({"kv_group": 0}, "kv_group: expected 1"),
-        ({"tile_order": 3}, "tile_order: expected 0 to 2"),
+        ({"rows": (-1, 2)}, "rows_0: expected an integer from 0"),
+        ({"slots": 17}, "slots: expected an integer from 1 to 16"),
+        ({"slots": 0}, "slots: expected an integer from 1 to 16"),
+        ({"kv_group": 0}, "kv_group: expected an integer from 1"),
+        ({"tile_order": 3}, "tile_order: expected an integer from 0 to 2"),
     ],
 )
 def test_plans_out_of_range_are_named(fields, text) -> None:

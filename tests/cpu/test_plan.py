@@ -51,13 +51,17 @@ def test_wrong_sizes_are_refused(words: list[int]) -> None:
 
 
 def test_pack_names_field_and_range() -> None:
-    with pytest.raises(PlanError, match="topk: expected 1 to 16 .experts per token., got 17"):
+    with pytest.raises(
+        PlanError, match="topk: expected an integer from 1 to 16 .experts per token., got 17"
+    ):
         dataclasses.replace(PLAN, topk=17).words()
 
 
 @pytest.mark.parametrize("value", [0.5, "1", None, 10**30])
 def test_pack_takes_integers_only(value: object) -> None:
-    with pytest.raises(PlanError, match=f"dispatch: expected 0 to 1 .*, got {value!r}"):
+    with pytest.raises(
+        PlanError, match=f"dispatch: expected an integer from 0 to 1 .*, got {value!r}"
+    ):
         dataclasses.replace(PLAN, dispatch=value).words()  # type: ignore[arg-type]
 
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from .._binary import wire_fields
 from ..errors import PlanError
 from . import wire
 
@@ -152,17 +151,11 @@ def check_launch_fields(fields: Mapping[str, object]) -> None:
     PlanError
         No launch field, or a value outside of what the ops take; by name.
     """
-    limits = {name: (low, high, what) for name, low, high, what in wire_fields("attention")}
-    for name, value in fields.items():
+    for name in fields:
         if name not in LAUNCH_FIELDS:
             known = ", ".join(LAUNCH_FIELDS)
             raise PlanError(f"xstage: attention plan: expected fields of {known}, got {name!r}")
-        low, high, what = limits[name]
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise PlanError(
-                f"xstage: attention plan: {name}: expected an integer from {low} to {high} "
-                f"({what}), got {value!r}"
-            )
+    wire.check("attention", fields)
 
 
 _SCALARS: Sequence[str] = (

@@ -58,9 +58,10 @@ def check(kind: str, values: Mapping[str, object]) -> None:
     """Raise PlanError unless every named field is an integer that the binary accepts."""
     for name, low, high, meaning in _binary.wire_fields(kind):
         value = values.get(name, low)
-        if not isinstance(value, int) or not low <= value <= high:
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
             raise PlanError(
-                f"xstage: {kind} plan: {name}: expected {low} to {high} ({meaning}), got {value!r}"
+                f"xstage: {kind} plan: {name}: expected an integer from {low} to {high} "
+                f"({meaning}), got {value!r}"
             )
 
 
