@@ -9,7 +9,7 @@
 //   kSendCounts    red, every block -> grid barrier kCountsAdded -> read by every block
 //   kSendCursors   atomics of every block
 //   kRoutes, kCounts, kTokens (read or written by peers) -> grid barrier kRoutesStored; its last
-//                  arrival stores kDispatchSignals of every owner (release.sys). Where rows are
+//                  arrival stores kDispatchSignals of every owner (fence.sys, relaxed). Where rows are
 //                  pushed: kCounts alone, by block 0, which stores the signals at once
 //   kDispatchSignals[source] -> acquire.sys by every block
 //   kSegmentsStaged -> its last arrival stores kStaged[source][segment] of every owner (release.sys)
@@ -168,7 +168,7 @@ __device__ __forceinline__ void list_routes(MegaMoeParams const& params, CallSta
   }
 }
 
-// One thread: what the fence before orders is in place at every owner.
+// One thread: what came before is in place at every owner. The fence makes the stores a release.
 __device__ __forceinline__ void signal_owners(MegaMoeParams const& params, CallState const& call) {
   Workspace const& workspace = params.workspace;
   fence_acq_rel_sys();

@@ -35,7 +35,7 @@
 //   kCombined     320 threads (dispatch, math) nobody writes y any more
 //
 // Global protocol (layout.h has the regions and why two banks suffice): writer, order -> reader
-//   kDispatchSignals  last block of a source, or its block 0 where rows are pushed, release.sys ->
+//   kDispatchSignals  last block of a source, or its block 0 where rows are pushed, fence.sys, relaxed ->
 //                 every block, acquire.sys: its counts (and lists) are here
 //   kStaged       last block of a source, release.sys -> pull: a segment of its tokens is readable
 //   kRoutesStored every block, red.release.gpu -> push: this rank's lists are whole
@@ -47,7 +47,7 @@
 //   kLinear2Done  math warps, red.relaxed.gpu, their reads being over -> scheduler (h ring slot)
 //   kExpertStored math warps, red.release.gpu after bulk_wait<0> -> one dispatch warp per expert, which
 //                 stores kExpertDone of every source (release.sys) -> dispatch warps of the sources
-//   from[rank]    last block of a rank, release.sys -> every block of every rank, then combine
+//   from[rank]    last block of a rank, fence.sys, relaxed -> every block of every rank, then combine
 // Requires: all CTAs co-resident (cooperative launch); pairs of CTAs in a cluster; plan fields
 //           block_m, block_n, cluster_size as in traits_sm90.h (checked in launch.cu).
 #pragma once

@@ -13,7 +13,7 @@
 // its own keeps step with empty stages.
 // While a tile's rows are not there, the loader brings the weights of its first steps.
 // kSplit: warpgroup 1 of both CTAs takes rows 64 to 127 of the first block, each half of the columns.
-// Global protocol: before a tile's loads the scheduler acquires kArrived (Linear-1: its rows are
+// Global protocol: before a tile's rows are loaded the scheduler acquires kArrived (Linear-1: its rows are
 // here), kLinear2Done of the block that used the h ring slot before (Linear-1), or kLinear1Done
 // (Linear-2: all columns are here). Counters of blocks count Traits::kTileCount per tile.
 #pragma once
@@ -30,7 +30,7 @@
 
 namespace xstage {
 
-// What must be there of a block before the loads of a tile.
+// What must be there of a block before its rows or activations are loaded.
 __device__ __forceinline__ bool wait_for_operands(MegaMoeParams const& params,
                                                   CallState const& call, TileWork const& tile,
                                                   int32_t block) {

@@ -172,8 +172,8 @@ struct MegaMoeShared {
   int32_t tickets[Traits::kTileQueue];      // CTA 1: which cluster tile comes next
   uint64_t ticket_full[Traits::kTileQueue];
   uint64_t tile_ready[Traits::kTileQueue];      // scheduler -> loader: the entry
-  uint64_t operands_ready[Traits::kTileQueue];  // and what the tile needs
-  uint64_t tile_taken[Traits::kTileQueue];      // loader -> scheduler: prepare the next but one
+  uint64_t operands_ready[Traits::kTileQueue];  // its rows or activations
+  uint64_t tile_taken[Traits::kTileQueue];      // loader -> scheduler: prepare the next
   uint64_t full[Traits::kStages];
   uint64_t empty[Traits::kStages];
   uint64_t epoch;
