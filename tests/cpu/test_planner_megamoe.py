@@ -74,7 +74,8 @@ def test_a_decision_takes_less_than_a_millisecond() -> None:
 
 
 def test_the_ranking_follows_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interleaving is chosen where weights say so, and by features inside the fitted range only."""
+    """Interleaving is chosen where weights say so, by features inside the fitted range only, and by
+    no smaller share of the link than counts."""
     flat = dict.fromkeys(FAMILIES, [0.0] * 5)
     rule = Ranking(
         flat | {"wave st 64": [0.0, 0.1, 0.0, 0.0, 0.0], "inter paced 48": [-0.01, 0, 0, 0, 0]},
@@ -87,8 +88,9 @@ def test_the_ranking_follows_its_weights(monkeypatch: pytest.MonkeyPatch) -> Non
     assert choose(bound_by_link, PROFILE).expected[0][0] == "inter paced 48"
     decision = choose(bound_by_arithmetic, PROFILE)
     assert decision.expected[0][0] == "wave st 64"
-    assert dict(decision.expected)["inter paced 48"] == pytest.approx(math.exp(0.09))
-    assert "wave with st stores takes 8.6% less than the best interleaved" in decision.reason
+    least = 0.1 * math.log(ranking.LEAST_LINK)
+    assert dict(decision.expected)["inter paced 48"] == pytest.approx(math.exp(-0.01 - least))
+    assert "wave with st stores takes 4.0% less than the best interleaved" in decision.reason
     alone = dataclasses.replace(LARGE, world=1, num_experts=16, max_tokens=4100)
     assert choose(alone, PROFILE).expected[0][0] == AT_HOME
 

@@ -47,14 +47,22 @@ AT_HOME = "mixed paced 16 g8"
 """Where no row crosses the link: measured on one GPU, docs/perf_log.md."""
 
 
+LEAST_LINK = 0.6
+"""Where the link takes less than this share of the time of arithmetic, how much less says no more
+about plans: docs/perf_log.md."""
+
+
 def features(problem: MoEProblem, profile: machine.MachineProfile) -> list[float]:
-    """Logarithms: time on the link over arithmetic, weights over arithmetic, m-blocks of a rank."""
+    """Logarithms: time on the link over arithmetic (at least `LEAST_LINK`), weights over
+    arithmetic, m-blocks of a rank.
+    """
     rate = float(drain_GBps(profile.mechanism("bulk"), profile.gpu.num_sms, True))
     compute_us = max(problem.flops, 1.0) / profile.rates.matrix_tflops["bf16"] / 1e6
     link_us = max(problem.egress_bytes, 1.0) / rate / 1e3
     weights_us = problem.weight_bytes / profile.rates.hbm_GBps / 1e3
     blocks = max(problem.rows, 1) / _ROWS
-    return [math.log(value) for value in (link_us / compute_us, weights_us / compute_us, blocks)]
+    link = max(link_us / compute_us, LEAST_LINK)
+    return [math.log(value) for value in (link, weights_us / compute_us, blocks)]
 
 
 def terms(values: list[float]) -> list[float]:
