@@ -61,7 +61,7 @@ constexpr int32_t kRouteGroups = 16;
 //   expert_stored  stores of a local expert that are visible to their sources, two per row and tile.
 #define XS_MEGAMOE_COUNTERS(X)                                                      \
   X(kGridBarriers, kNumGridBarriers, "arrivals of this rank's CTAs")                \
-  X(kTickets, 8, "the first: next cluster tile of the sequence")                    \
+  X(kTickets, 1, "next cluster tile of the sequence")                               \
   X(kSegmentsStaged, kMaxSegments, "CTAs that have copied their part of a segment") \
   X(kSendCounts, kRouteGroups* plan.num_experts, "rows by route group and expert")  \
   X(kSendCursors, kRouteGroups* plan.num_experts, "rows of them that are listed")   \

@@ -44,6 +44,8 @@ enum MegaMoeCombine : int32_t { kCombineAtEnd = 0, kCombineEarly = 1 };
 enum MegaMoeWeights : int32_t { kGateUp = 0, kUpGate = 1, kGateUpInTurns = 2 };
 enum MegaMoeDispatch : int32_t { kPull = 0, kPush = 1 };
 
+constexpr int32_t kDispatchWarps = 2;  // of an SM: they move rows of tokens
+
 struct MegaMoePlan {
 #define X(name, min, max, meaning) int32_t name;
   XS_MEGAMOE_FIELDS(X)
@@ -90,8 +92,8 @@ inline void check_plan(MegaMoePlan const& plan) {
   XS_CHECK(plan.block_n % 32 == 0, who, "block_n: expected a multiple of 32, got ", plan.block_n);
   XS_CHECK(plan.num_sms % plan.cluster_size == 0, who, "num_sms: expected a multiple of ",
            plan.cluster_size, " (cluster_size), got ", plan.num_sms);
-  XS_CHECK(plan.dispatch != kPush || 2 * plan.num_sms >= plan.world, who,
-           "num_sms: expected at least ", ceil_div(plan.world, 2),
+  XS_CHECK(plan.dispatch != kPush || kDispatchWarps * plan.num_sms >= plan.world, who,
+           "num_sms: expected at least ", ceil_div(plan.world, kDispatchWarps),
            " where rows are pushed (two push warps per SM, one for every rank), got ",
            plan.num_sms);
   int64_t const choices = int64_t{1} * plan.max_tokens * plan.topk;

@@ -2,8 +2,8 @@
 //
 // trace[CTA][track][record] of kTraceWords int64: kind, tile (phase << 48 | block << 24 | n), start
 // and end in ns of globaltimer, then cycles: waiting for the tile's first stage, waiting for its
-// other stages (where only the partner's rows are late, also for these), handing over the results, all of the tile. A track is written by one thread;
-// records that do not fit are dropped.
+// other stages (where only the partner's rows are late, also for these), handing over the results,
+// all of the tile. A track is written by one thread; records that do not fit are dropped.
 #pragma once
 
 #include <cstdint>

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "plan.h"
+
 namespace xstage {
 
 struct MegaMoeTraits {
@@ -14,7 +16,7 @@ struct MegaMoeTraits {
 
   static constexpr int kMathWarps = 8;
   static constexpr int kFirstDispatchWarp = 2;
-  static constexpr int kDispatchWarps = 2;  // warps 2 and 3; warp 0 loads, warp 1 schedules
+  static constexpr int kDispatchWarps = xstage::kDispatchWarps;  // 0 loads, 1 schedules, 2 and 3
   static constexpr int kThreads = 384;
   static constexpr int kDataRegisters = 104;  // warps 0 to 3
   static constexpr int kMathRegisters = 200;  // 128 accumulators, 32 for the held half tile
