@@ -281,6 +281,8 @@ __device__ __forceinline__ bool dispatch_prologue(MegaMoeParams const& params,
   // The lists stay here: counts are all that the owners wait for.
   if (pushed && call.block == 0 && threadIdx.x == 0) signal_owners(params, call);
   list_routes(params, call, shared, begin, end);
+  // The stages' memory was used by ordinary accesses; the partner's loads may follow our next signal.
+  fence_proxy_async_shared();
   __syncthreads();
   if (threadIdx.x == 0 && pushed) red_add_release_gpu(barriers + kRoutesStored, 1);
   if (threadIdx.x == 0 && !pushed) {
@@ -289,11 +291,7 @@ __device__ __forceinline__ bool dispatch_prologue(MegaMoeParams const& params,
     // Cumulative: what the other blocks released above comes before the signals.
     if (earlier + 1 == static_cast<uint32_t>(call.num_blocks)) signal_owners(params, call);
   }
-  bool const ok = gather_counts(params, call, shared);
-  // The stages' memory was used by ordinary accesses; loads by the async proxy come next.
-  fence_proxy_async_shared();
-  __syncthreads();
-  return ok;
+  return gather_counts(params, call, shared);
 }
 
 }  // namespace xstage

@@ -239,20 +239,19 @@ __device__ __forceinline__ void load_tiles(MegaMoeParams const& params, MegaMoeS
     if (!mbarrier_wait(&shared.tile_ready[slot], parity, params.workspace)) return;
     TileWork const work = shared.tiles[slot];
     TileLoads const loads(params, work);
-    // Takes the stage for a step, and brings weights into it.
+    // Takes the stage for a step, and brings weights into it. In an aborted call the math warps release
+    // stages that were never filled: one whose last filling is still under way is not taken again.
     auto const begin_step = [&](PipelineState const& at, int k) {
       uint64_t* const full = &shared.full[at.stage];
       if (!mbarrier_wait(&shared.empty[at.stage], at.phase ^ 1, params.workspace)) return false;
-      if (work.phase == TilePhase::kNone) {
-        mbarrier_arrive(full);
-      } else {
-        mbarrier_arrive_expect(full, sizeof(MegaMoeShared::Stage));
+      if (!mbarrier_test_wait(full, at.phase ^ 1)) return false;
+      if (work.phase != TilePhase::kNone) {
         loads.issue_weights(shared.stages[at.stage], full, k, cta);
       }
       return true;
     };
     if (work.num_k == 0) {  // the math warps find it behind an empty stage
-      begin_step(pipe, 0);
+      if (begin_step(pipe, 0)) mbarrier_arrive(&shared.full[pipe.stage]);
       return;
     }
     // Weights need not wait for rows.
@@ -269,8 +268,15 @@ __device__ __forceinline__ void load_tiles(MegaMoeParams const& params, MegaMoeS
     for (int k = 0; k < work.num_k; ++k, pipe.advance()) {
       if (k == look_ahead) mbarrier_arrive(&shared.tile_taken[slot]);
       if (k >= begun && !begin_step(pipe, k)) return;
-      if (work.phase == TilePhase::kNone) continue;
-      loads.issue_tokens(shared.stages[pipe.stage], &shared.full[pipe.stage], k, cta);
+      // Our arrival, and with it the stage, comes behind operands_ready: what the scheduler acquired
+      // holds for the math warps too.
+      uint64_t* const full = &shared.full[pipe.stage];
+      if (work.phase == TilePhase::kNone) {
+        mbarrier_arrive(full);
+        continue;
+      }
+      mbarrier_arrive_expect(full, sizeof(MegaMoeShared::Stage));
+      loads.issue_tokens(shared.stages[pipe.stage], full, k, cta);
     }
   }
 }
