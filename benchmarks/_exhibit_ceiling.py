@@ -92,14 +92,14 @@ def ceiling(lines: Sequence[Line], traces: Sequence[Line], plans: Sequence[_plan
     if parts:
         tables.append(_shares(parts, axes))
     low = [key for key, found in arms.items() if _over(found, _ceiling_us(found)) < WANTED]
-    names = ", ".join(configs[key].name for key in low) or "none"
     text = (
         "The ceiling of a configuration is the largest of three times: its arithmetic at the rate "
-        "of a large bf16 product (`xstage calibrate`), the bytes that leave a rank, tokens that "
-        "peers pull included, at the rate of the link with both directions busy, and its weights "
-        f"read once. Configurations whose ceiling is under {WANTED:.2f}x the wave with plain "
-        f"stores: {names}. Below: one traced call per configuration by the plan that the planner "
-        "chose in that run, means over SMs. What a tile waits for before its first step is rows "
+        "that a large dense bf16 product of torch reached in the same rounds, the bytes that leave "
+        "a rank, tokens that peers pull included, at the rate of the link with both directions "
+        f"busy, and its weights read once. It is under {WANTED:.2f}x the wave with plain stores in "
+        f"{len(low)} of {len(arms)} configurations. *dense*: the rate of that product, mean. "
+        "Below: one traced call per configuration by the plan that the planner chose in that run, "
+        "means over SMs. What a tile waits for before its first step is rows "
         "that peers have not sent, or results of Linear-1."
     )
     return Exhibit(text, tables, figure)
@@ -124,16 +124,19 @@ def _ratios(
         times = [float(found[arm]["us_median"]) for arm in _sweep.ARMS]
         chosen = float(found["planner"]["us_median"])
         ratios = [_over(found, us) for us in (chosen, min(times), best[key], _ceiling_us(found))]
-        values = (*ratios, _ceiling_us(found) / chosen)
+        base = found["wave/st"]
+        dense = float(base["flops"]) / float(base["compute_floor_us"]) / 1e6
+        values = (*ratios, _ceiling_us(found) / chosen, dense)
         models.setdefault(configs[key].model, []).append(values)
     models["**all**"] = [values for found in models.values() for values in found]
     rows = []
     for model, values in models.items():
         means = [_sweep.geometric_mean(column) for column in zip(*values, strict=True)]
-        cells = [*(f"{mean:.3f}x" for mean in means[:-1]), f"{means[-1]:.0%}"]
+        *over, reached, dense = means
+        cells = [*(f"{mean:.3f}x" for mean in over), f"{reached:.0%}", f"{dense:.0f}"]
         rows.append([model, str(len(values)), *cells])
     head = ["over the wave with st, geometric mean", "n", "planner", "best arm"]
-    head += ["best measured plan", "ceiling", "planner of ceiling"]
+    head += ["best measured plan", "ceiling", "planner of ceiling", "dense, TFLOP/s"]
     return head, rows
 
 

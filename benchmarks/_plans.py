@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import _report
@@ -31,6 +33,8 @@ class Measured:
         Median of the samples as the clock said; None where it was not kept.
     halves_us : tuple of float
         Medians of every other sample.
+    alone_us : tuple of float
+        When the plan follows itself, by pass; empty where that was not measured.
     """
 
     name: str
@@ -39,15 +43,40 @@ class Measured:
     halves_us: tuple[float, float]
     timing: Timing = Timing(0.0, 0.0, 0.0, 0, ())
     raw_us: float | None = None
+    alone_us: tuple[float, ...] = ()
+
+    @property
+    def mean_alone_us(self) -> float:
+        """Of all passes."""
+        return statistics.fmean(self.alone_us)
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A configuration with its measured plans."""
+    """A configuration with its measured plans.
+
+    Attributes
+    ----------
+    matrix_tflops : float or None
+        What a large dense product reached in the same rounds.
+    """
 
     config: _sweep.Config
     load: _sweep.Load
     plans: tuple[Measured, ...]
+    matrix_tflops: float | None = None
+
+    def typical_us(self, one: Measured) -> float:
+        """Geometric mean of a plan's times in turns and alone.
+
+        A plan that was not timed alone (far from the fastest in turns) is taken to slow down as the
+        others of its configuration do.
+        """
+        slower = [plan.mean_alone_us / plan.us for plan in self.plans if plan.alone_us]
+        if not slower:
+            return one.us
+        own = one.mean_alone_us / one.us if one.alone_us else statistics.median(slower)
+        return one.us * math.sqrt(own)
 
     def of(self, plan: MegaMoePlan) -> Measured | None:
         """What was measured of a plan."""
@@ -63,7 +92,8 @@ def read(lines: Iterable[Mapping[str, Any]]) -> list[Case]:
             continue
         config = by_key[json.dumps(line["shape"])]
         plans = tuple(_measured(one) for one in line["plans"] if one["ok"])
-        cases.append(Case(config, _sweep.load_of(config, config.draw()), plans))
+        load = _sweep.load_of(config, config.draw())
+        cases.append(Case(config, load, plans, line.get("matrix_tflops")))
     return cases
 
 
@@ -71,7 +101,8 @@ def _measured(one: Mapping[str, Any]) -> Measured:
     timing = Timing(one["us"], one["us_p10"], one["us_p90"], one["n"], ())
     plan = MegaMoePlan(*one["plan"])
     halves = tuple(one["halves_us"])
-    return Measured(one["name"], plan, one["us"], halves, timing, one.get("raw_us"))
+    alone = tuple(one.get("alone_us", ()))
+    return Measured(one["name"], plan, one["us"], halves, timing, one.get("raw_us"), alone)
 
 
 def measured(
@@ -94,13 +125,26 @@ def measured(
 
 
 def regret(plans: Sequence[Measured], chosen: Measured) -> float:
-    """What a choice costs over the best plan, as a share of it.
+    """What a choice costs over the best plan in turns, as a share of it.
 
     The best of many plans is partly the luckiest: one half of the samples says which is best, the
     other half what it takes; then the other way round. So a regret may be below zero by chance.
     """
+    return _regret(plans, chosen, lambda plan: plan.halves_us)
+
+
+def regret_alone(plans: Sequence[Measured], chosen: Measured) -> float | None:
+    """The same where every plan follows itself; None where the choice was not timed so."""
+    if len(chosen.alone_us) != 2:
+        return None
+    return _regret([p for p in plans if len(p.alone_us) == 2], chosen, lambda plan: plan.alone_us)
+
+
+def _regret(
+    plans: Sequence[Measured], chosen: Measured, halves: Callable[[Measured], Sequence[float]]
+) -> float:
     costs = []
     for judge in (0, 1):
-        best = min(plans, key=lambda plan: plan.halves_us[1 - judge])
-        costs.append(chosen.halves_us[judge] / best.halves_us[judge] - 1.0)
+        best = min(plans, key=lambda plan: halves(plan)[1 - judge])
+        costs.append(halves(chosen)[judge] / halves(best)[judge] - 1.0)
     return sum(costs) / 2

@@ -245,12 +245,21 @@ class Ceiling:
         return max(named, key=lambda name: named[name])
 
 
-def ceiling_of(load: Load, profile: machine.MachineProfile) -> Ceiling:
-    """Of the proxied layer on this machine."""
+def ceiling_of(
+    load: Load, profile: machine.MachineProfile, matrix_tflops: float | None = None
+) -> Ceiling:
+    """Of the proxied layer on this machine.
+
+    Parameters
+    ----------
+    matrix_tflops : float, optional
+        What a large bf16 product reached beside the measurements. Default: the profile's rate,
+        which holds for some tens of milliseconds, until a GPU meets its power limit.
+    """
     mechanism = profile.mechanism("bulk")
     rate = float((mechanism.R_both_GBps or mechanism.R_GBps)(profile.gpu.num_sms))
     return Ceiling(
-        compute_us=load.flops / profile.rates.matrix_tflops["bf16"] / 1e6,
+        compute_us=load.flops / (matrix_tflops or profile.rates.matrix_tflops["bf16"]) / 1e6,
         link_us=load.egress_bytes / rate / 1e3,
         weights_us=load.weight_bytes / profile.rates.hbm_GBps / 1e3,
     )

@@ -23,6 +23,10 @@ MOST_RELATIVE = 8e-3
 """Of the whole result, Frobenius: three roundings to bf16 make 3e-3."""
 TRACE_RECORDS = 512
 """Tiles per math warpgroup that a trace can hold."""
+DENSE = "dense"
+"""Name of the dense product among the calls of a configuration; see `Case.dense`."""
+DENSE_ROWS = 16384
+"""It has at least so many rows: enough tiles that their last round does not count."""
 
 Call = Callable[[], torch.Tensor]
 
@@ -79,6 +83,9 @@ class Case:
         self.x = normal(config.tokens, hidden)
         self.w13 = normal(local, 2 * inner, hidden, scale=hidden**-0.5)
         self.w2 = normal(local, hidden, inner, scale=inner**-0.5)
+        rows = max(config.tokens * config.topk, DENSE_ROWS)
+        self.dense_flops = 6.0 * rows * hidden * inner
+        self.dense_operands = normal(rows, hidden), normal(3 * inner, hidden)
         self.leases = {name: workspace.channel(name, plan.bytes()) for name, plan in plans.items()}
 
     @property
@@ -99,6 +106,11 @@ class Case:
     def serial(self) -> torch.Tensor:
         """The unfused pipeline: sort, NCCL, grouped products, NCCL, weighted sum."""
         return reference.moe_unfused(*self.tensors)
+
+    def dense(self) -> torch.Tensor:
+        """One product as wide and deep as the layer's: what the GPU's arithmetic gives here."""
+        rows, weights = self.dense_operands
+        return rows @ weights.T
 
     def reference(self) -> torch.Tensor:
         """The unfused pipeline with every product and sum in fp32, from the same bf16 operands."""
@@ -208,6 +220,52 @@ def time_plans(
         timings = time_arms({name: calls[name] for name in order}, pairs=1, warmup=0)
         sequence += [(name, timing.samples_us[0]) for name, timing in timings.items()]
     return sequence
+
+
+ALONE_PASSES = 2
+"""Every plan runs by itself so many times."""
+ALONE_WARM_S, ALONE_S = 0.08, 0.12
+"""Each time for so long: first until clock and power have settled, then by the clock."""
+
+
+def time_alone(calls: Mapping[str, Call], usual_us: Mapping[str, float]) -> dict[str, list[float]]:
+    """Time per call of every plan when it follows itself, us, by pass.
+
+    In turns all plans share one clock, whatever power each draws. A layer that is called again and
+    again pays for its own.
+
+    Parameters
+    ----------
+    calls : mapping
+        By name, the same on every rank.
+    usual_us : mapping
+        About how long each takes, the same on every rank.
+    """
+    times: list[float] = []
+    names: list[str] = []
+    for number in range(ALONE_PASSES):
+        order = list(calls)
+        random.Random(number).shuffle(order)  # the same on every rank
+        for name in order:
+            warm, counted = (
+                max(1, round(seconds * 1e6 / usual_us[name])) for seconds in (ALONE_WARM_S, ALONE_S)
+            )
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            for _ in range(warm):
+                calls[name]()
+            begin.record()
+            for _ in range(counted):
+                calls[name]()
+            end.record()
+            end.synchronize()
+            names.append(name)
+            times.append(begin.elapsed_time(end) * 1e3 / counted)
+    slowest = torch.tensor(times, dtype=torch.float64, device="cuda")
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for name, us in zip(names, slowest.tolist(), strict=True):
+        found[name].append(us)
+    return found
 
 
 def distinct(named: Iterable[tuple[str, MegaMoePlan]]) -> dict[str, MegaMoePlan]:

@@ -1,8 +1,9 @@
 """Measures the sweep's configurations on GPUs, one process per rank; see sweep_84.py.
 
 Per configuration, in one process and in this order: all plans are compared with the unfused
-pipeline in fp32, and with each other bit for bit; all plans, and the unfused pipeline of torch and
-NCCL, are timed in turns, the slower ones and the pipeline with fewer samples; two are traced once.
+pipeline in fp32, and with each other bit for bit; all plans, a large dense product, and the unfused
+pipeline of torch and NCCL, are timed in turns, slower plans and the pipeline with fewer samples;
+the plans that may be fastest are timed alone, each following itself; two are traced once.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import pathlib
 import time
+from collections.abc import Mapping, Sequence
 
 import _plans
 import _report
@@ -24,7 +26,7 @@ import torch.distributed as dist
 from _level import levelled
 from _ranks import on_ranks
 from _sweep import ARMS, Config
-from _sweep_case import Case, Stages, distinct, time_plans
+from _sweep_case import DENSE, Call, Case, Stages, distinct, time_alone, time_plans
 
 from xstage_ext import SymmetricWorkspace, machine
 from xstage_ext.planner import ranking
@@ -148,9 +150,14 @@ def measure(
     calls = {name: case.fused(name) for name in task.plans} | {"serial": case.serial}
     with stages("check"):
         ok, error = case.check(calls)
+    kept = [*task.timed, *(name for name in task.plans if name in ranking.FAMILIES)]
     with stages("times"):
-        kept = [*task.timed, *(name for name in task.plans if name in ranking.FAMILIES)]
-        sequence = time_plans(calls, job.pairs, job.first, kept)
+        timed = calls | {DENSE: case.dense}
+        sequence = time_plans(timed, job.pairs, job.first, [*kept, DENSE])
+        samples = levelled([(name, us) for name, us in sequence if name != "serial"])
+        times = {name: Timing.of(seen) for name, seen in samples.items()}
+    with stages("alone"):
+        alone = time_alone_of(calls, times, task, kept) if _on_gpu(workspace) else {}
     with stages("trace"):
         names = dict.fromkeys(task.arms[arm] for arm in TRACED)
         traces = {name: case.spans(name) for name in names} if _on_gpu(workspace) else {}
@@ -159,21 +166,38 @@ def measure(
     if rank != 0:
         return []
     raw = {name: [us for one, us in sequence if one == name] for name in calls}
-    samples = levelled([(name, us) for name, us in sequence if name != "serial"])
-    times = {name: Timing.of(seen) for name, seen in samples.items()}
     times["serial"] = Timing.of(raw["serial"])
     serial = next(row for row in task.predicted if row.arm == sweep_84.BASELINE)
     serial = dataclasses.replace(
         serial, arm="serial", extra={k: v for k, v in serial.extra.items() if k in sweep_84.FACTS}
     )
-    rows = [_plans.measured(serial, times["serial"], ok["serial"], {})]
+    matrix_tflops = case.dense_flops / times[DENSE].us_median / 1e6
+    load = _sweep.load_of(task.config, task.config.draw())
+    floors = sweep_84.ceiling_facts(_sweep.ceiling_of(load, job.profile, matrix_tflops))
+    rows = [_plans.measured(serial, times["serial"], ok["serial"], floors)]
     for row in task.predicted:
         name = task.arms[row.arm]
-        extra = {"measured_as": name, "relative_error": error}
+        extra = floors | {"measured_as": name, "relative_error": error}
+        if name in alone:
+            extra["alone_us"] = float(np.mean(alone[name]))
         extra["raw_us"] = Timing.of(raw[name]).us_median
         rows.append(_plans.measured(row, times[name], ok[name], extra))
     spans = [_trace_row(task, name, times[name], trace) for name, trace in traces.items()]
-    return [*rows, *spans, _plans_row(task, samples, raw, ok)]
+    return [*rows, *spans, _plans_row(task, samples, raw, ok, alone, matrix_tflops)]
+
+
+NEAR = 1.08
+"""Plans that take more than so many times the fastest in turns are not timed alone."""
+
+
+def time_alone_of(
+    calls: Mapping[str, Call], times: Mapping[str, Timing], task: Task, kept: Sequence[str]
+) -> dict[str, list[float]]:
+    """Alone, by name: the arms, and the plans of families that may be fastest."""
+    usual = {name: times[name].us_median for name in kept}
+    most = NEAR * min(usual.values())
+    names = [name for name in usual if name in task.timed or usual[name] <= most]
+    return time_alone({name: calls[name] for name in names}, usual)
 
 
 TRACED = ("wave/st", "planner")
@@ -193,12 +217,18 @@ def _trace_row(task: Task, name: str, timing: Timing, trace: dict[str, float]) -
 
 
 def _plans_row(
-    task: Task, samples: dict[str, list[float]], raw: dict[str, list[float]], ok: dict[str, bool]
+    task: Task,
+    samples: dict[str, list[float]],
+    raw: dict[str, list[float]],
+    ok: dict[str, bool],
+    alone: dict[str, list[float]],
+    matrix_tflops: float,
 ) -> _report.Row:
     """One row for all plans of a configuration; see `_plans.py`.
 
     `halves_us` are medians of every other sample: choose by one, judge by the other. `samples_us`
-    are in the order of the rounds, as the clock said; times are of levelled samples.
+    are in the order of the rounds, as the clock said; times are of levelled samples. `alone_us` are
+    times by themselves, by pass; `matrix_tflops` is what a dense product reached in the rounds.
     """
     plans = []
     for name, plan in task.plans.items():
@@ -211,6 +241,7 @@ def _plans_row(
             | {"halves_us": [round(us, 2) for us in halves]}
             | {"samples_us": [round(us, 1) for us in raw[name]]}
             | {"raw_us": round(Timing.of(raw[name]).us_median, 2)}
+            | {"alone_us": [round(us, 2) for us in alone.get(name, [])]}
         )
     best = min((Timing.of(samples[name]) for name in task.plans), key=lambda t: t.us_median)
     return _report.Row(
@@ -223,7 +254,7 @@ def _plans_row(
         best.us_p90,
         best.n,
         ok=all(ok[name] for name in task.plans),
-        extra={"held_out": task.config.held_out, "plans": plans},
+        extra={"held_out": task.config.held_out, "plans": plans, "matrix_tflops": matrix_tflops},
     )
 
 

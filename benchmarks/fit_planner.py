@@ -5,13 +5,14 @@
 
 The weights are a ridge regression per family of plans (xstage_ext/planner/ranking.py), from shapes
 that are not held out. Their penalty is chosen by leaving out one of these shapes after the other.
+A plan's time is the geometric mean of two: in turns with other plans, and following itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import _plans
 import _report
@@ -46,10 +47,11 @@ def fit(
     logs: dict[str, list[float]] = {name: [] for name in ranking.FAMILIES}
     for case, value in zip(cases, values, strict=True):
         found = families_of(case, profile)
-        mean = np.mean([np.log(one.us) for one in found.values()])
-        for name, one in found.items():
+        times = {name: np.log(case.typical_us(one)) for name, one in found.items()}
+        mean = np.mean(list(times.values()))
+        for name in found:
             rows[name].append(ranking.terms(value.tolist()))
-            logs[name].append(float(np.log(one.us) - mean))
+            logs[name].append(float(times[name] - mean))
     weights = {}
     for name in ranking.FAMILIES:
         if len(logs[name]) < 3:
@@ -63,8 +65,14 @@ def fit(
     return ranking.Ranking(weights, ranges, source)
 
 
+Cost = Callable[[Sequence[_plans.Measured], _plans.Measured], float | None]
+
+
 def regrets(
-    cases: Sequence[_plans.Case], profile: machine.MachineProfile, rule: ranking.Ranking
+    cases: Sequence[_plans.Case],
+    profile: machine.MachineProfile,
+    rule: ranking.Ranking,
+    cost_of: Cost = _plans.regret,
 ) -> list[tuple[float, str, str]]:
     """Per configuration: cost of the rule's choice over the best measured plan, and its name."""
     costs = []
@@ -72,30 +80,41 @@ def regrets(
         found = families_of(case, profile)
         told = rule.log_times(ranking.features(case.config.problem, profile))
         chosen = min((name for name in told if name in found), key=lambda name: told[name])
-        costs.append((_plans.regret(case.plans, found[chosen]), case.config.name, chosen))
+        cost = cost_of(case.plans, found[chosen])
+        if cost is not None:
+            costs.append((cost, case.config.name, chosen))
     return costs
 
 
 def left_out(
-    cases: Sequence[_plans.Case], profile: machine.MachineProfile, penalty: float
+    cases: Sequence[_plans.Case],
+    profile: machine.MachineProfile,
+    penalty: float,
+    cost_of: Cost = _plans.regret,
 ) -> list[tuple[float, str, str]]:
     """Regrets when the weights come from the other models."""
     costs = []
     for model in sorted({case.config.model for case in cases}):
         others = [case for case in cases if case.config.model != model]
         mine = [case for case in cases if case.config.model == model]
-        costs += regrets(mine, profile, fit(others, profile, penalty, ""))
+        costs += regrets(mine, profile, fit(others, profile, penalty, ""), cost_of)
     return costs
 
 
 def text(label: str, costs: Sequence[tuple[float, str, str]]) -> str:
     """Median, mean, worst."""
+    if not costs:
+        return f"{label}: not measured"
     values = [cost for cost, *_ in costs]
     worst = max(costs)
     return (
         f"{label}: {len(values)} configurations, regret median {np.median(values):.1%}, mean "
         f"{np.mean(values):.1%}, worst {worst[0]:.1%} ({worst[1]}: {worst[2]})"
     )
+
+
+COSTS: dict[str, Cost] = {"in turns": _plans.regret, "alone": _plans.regret_alone}
+"""Both count for the choice of the penalty."""
 
 
 def main() -> None:
@@ -109,9 +128,12 @@ def main() -> None:
     cases = _plans.read(lines)
     fitted = [case for case in cases if not case.config.held_out]
     if options.fit:
-        trials = {penalty: left_out(fitted, profile, penalty) for penalty in PENALTIES}
-        for penalty, costs in trials.items():
-            print(text(f"penalty {penalty:g}, each model left out in turn", costs))
+        trials = {}
+        for penalty in PENALTIES:
+            costs = [left_out(fitted, profile, penalty, cost_of) for cost_of in COSTS.values()]
+            for label, found in zip(COSTS, costs, strict=True):
+                print(text(f"penalty {penalty:g}, each model left out in turn, {label}", found))
+            trials[penalty] = [cost for found in costs for cost in found]
         penalty = min(trials, key=lambda p: float(np.mean([cost for cost, *_ in trials[p]])))
         rule = fit(fitted, profile, penalty, origin(lines))
         data = {"source": rule.source, "penalty": penalty, "ranges": rule.ranges}
@@ -119,10 +141,10 @@ def main() -> None:
         ranking._FILE.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
         ranking.fitted.cache_clear()
     rule = ranking.fitted()
-    print(text("fitted shapes", regrets(fitted, profile, rule)))
     held_out = [case for case in cases if case.config.held_out]
-    if held_out:
-        print(text("held-out shapes", regrets(held_out, profile, rule)))
+    for name, some in (("fitted", fitted), ("held-out", held_out)):
+        for label, cost_of in COSTS.items():
+            print(text(f"{name} shapes, {label}", regrets(some, profile, rule, cost_of)))
 
 
 if __name__ == "__main__":

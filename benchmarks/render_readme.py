@@ -82,7 +82,7 @@ def sweep() -> str:
             " The planner's ranking of plans was fitted to these measurements, without the models "
             "that are marked. `serial` is the unfused pipeline of torch and NCCL, in fewer samples."
         )
-        text += _as_the_clock_said(everything)
+        text += _as_the_clock_said(everything) + _alone(everything)
         few = sum(found[arm]["n"] < FEWEST for found in everything for arm in _sweep.ARMS)
         if few:
             text += (
@@ -102,6 +102,21 @@ def _as_the_clock_said(complete: Sequence[Mapping[str, Line]]) -> str:
     return (
         " Times are medians of samples levelled by their neighbours in time (docs/MEASURING.md); "
         f"by samples as they were, wave/st over planner is {_sweep.geometric_mean(ratios):.3f}x."
+    )
+
+
+def _alone(complete: Sequence[Mapping[str, Line]]) -> str:
+    """The main ratio where every plan follows itself."""
+    pairs = [
+        (found["wave/st"].get("alone_us"), found["planner"].get("alone_us")) for found in complete
+    ]
+    ratios = [wave / ours for wave, ours in pairs if wave is not None and ours is not None]
+    if len(ratios) < len(pairs):
+        return ""
+    return (
+        " Called again and again instead of in turns with others, at the clock that its own power "
+        f"allows, wave/st over planner is {_sweep.geometric_mean(ratios):.3f}x "
+        f"({min(ratios):.2f}x to {max(ratios):.2f}x)."
     )
 
 

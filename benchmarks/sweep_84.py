@@ -82,21 +82,27 @@ def config_facts(
     config: Config, load: _sweep.Load, profile: machine.MachineProfile
 ) -> dict[str, Any]:
     """What holds for every arm of a configuration."""
-    ceiling = _sweep.ceiling_of(load, profile)
     return {
         "held_out": config.held_out,
         "load_max_over_mean": load.load_max_over_mean,
         "remote_share_drawn": load.remote_share,
         "egress_bytes": load.egress_bytes,
         "flops": load.flops,
+        **ceiling_facts(_sweep.ceiling_of(load, profile)),
+        "real_link_floor_us": _sweep.real_link_us(config, profile),
+        "profile": profile.name,
+        "provenance": profile.provenance,
+    }
+
+
+def ceiling_facts(ceiling: _sweep.Ceiling) -> dict[str, Any]:
+    """The ceiling's part of them."""
+    return {
         "ceiling_us": ceiling.us,
         "ceiling_by": ceiling.binding,
         "compute_floor_us": ceiling.compute_us,
         "link_floor_us": ceiling.link_us,
         "weights_floor_us": ceiling.weights_us,
-        "real_link_floor_us": _sweep.real_link_us(config, profile),
-        "profile": profile.name,
-        "provenance": profile.provenance,
     }
 
 
@@ -201,6 +207,14 @@ def _print_summary(shown: list[tuple[Config, dict[str, dict[str, Any]]]], measur
         if arm == "planner" and measured:
             for ratio, name in result.regressions:
                 console.print(f"    regression {ratio:.3f}x {name}")
+    alone = [{arm: arms[arm].get("alone_us") for arm in ARMS} for _, arms in shown]
+    both = [(row, name) for row, name in zip(alone, names, strict=True) if None not in row.values()]
+    if both:
+        result = _sweep.summarise(*zip(*both, strict=True), BASELINE, "planner")
+        console.print(
+            f"  each following itself, planner over {BASELINE}: geometric mean {result.mean:.3f}x, "
+            f"worst {result.worst[0]:.2f}x ({result.worst[1]}), {len(result.regressions)} below 1"
+        )
     for label, chosen in (("all", shown), ("held-out", [s for s in shown if s[0].held_out])):
         if chosen:
             console.print(f"  planner's regret, {label}: {_regret_text(chosen)}")

@@ -199,7 +199,8 @@ class Rates:
     Attributes
     ----------
     matrix_tflops : dict
-        Sustained dense matrix rate of the whole GPU by dtype (`"bf16"`), on random data.
+        Dense matrix rate of the whole GPU by dtype (`"bf16"`), on random data, over some ten
+        milliseconds: where power is the limit it falls after that (H200: 780 to 670 TFLOP/s).
     hbm_GBps, l2_GBps : float
         Read rates of device memory and of L2 into the SMs.
     tile_overhead_us : float

@@ -115,7 +115,7 @@ def test_a_call_in_parts(evidence, tmp_path):
     assert 0.5 < shares["full rows"] / (shares["full rows"] + shares["empty rows of tiles"]) < 1
     arms = [
         FACTS | {"op": "megamoe", "arm": arm, "shape": config.key, "us_median": us}
-        | {"ceiling_us": 100.0}
+        | {"ceiling_us": 100.0, "compute_floor_us": 80.0, "flops": 56e9}
         for arm, us in zip(sweep.ARMS, (220.0, 210.0, 215.0, 205.0, 200.0), strict=True)
     ]  # fmt: skip
     seen = {"name": "a", "plan": dataclasses.astuple(plan), "us": 190.0, "ok": True, "n": 20}
@@ -124,8 +124,8 @@ def test_a_call_in_parts(evidence, tmp_path):
     write(tmp_path / "sweep_84.jsonl", [*arms, line, plans])
     result = CliRunner().invoke(evidence.app, ["ceiling"])
     assert result.exit_code == 0, result.output
-    assert "| **all** | 1 | 1.100x | 1.100x | 1.158x | 2.200x | 50% |" in result.output
-    assert "plain stores: none." in result.output
+    assert "| **all** | 1 | 1.100x | 1.100x | 1.158x | 2.200x | 50% | 700 |" in result.output
+    assert "under 1.18x the wave with plain stores in 0 of 1 configurations" in result.output
     assert f"| {config.model} {config.tokens} | {whole:.0f} | 1600 |" in result.output
 
 
@@ -136,6 +136,21 @@ def test_luck_is_no_regret(evidence):
     # Half 0 calls a best, which half 1 denies; half 1 calls b best.
     assert plans.regret([lucky, steady], steady) == pytest.approx((99 / 100 - 1) / 2)
     assert plans.regret([lucky, steady], lucky) == pytest.approx((98 / 99 - 1) / 2)
+
+
+def test_plans_that_follow_themselves(evidence):
+    plans = importlib.import_module("_plans")
+    config = evidence._exhibits._sweep.load_configs()[0]
+    thrifty = plans.Measured("a", None, 100.0, (100.0, 100.0), alone_us=(104.0, 106.0))
+    hungry = plans.Measured("b", None, 98.0, (98.0, 98.0), alone_us=(110.0, 108.0))
+    slow = plans.Measured("c", None, 120.0, (120.0, 120.0))
+    case = plans.Case(config, None, (thrifty, hungry, slow))
+    assert case.typical_us(thrifty) == pytest.approx((100.0 * 105.0) ** 0.5)
+    # Not timed alone: as much slower as the others are.
+    assert case.typical_us(slow) == pytest.approx(120.0 * ((1.05 + 109 / 98) / 2) ** 0.5)
+    assert plans.regret_alone(case.plans, hungry) == pytest.approx((110 / 104 + 108 / 106) / 2 - 1)
+    assert plans.regret_alone(case.plans, slow) is None
+    assert plans.Case(config, None, (slow,)).typical_us(slow) == 120.0
 
 
 def test_attention_table(evidence, tmp_path):

@@ -189,6 +189,10 @@ def test_measuring_checks_and_times_every_arm(benchmarks, tmp_path):
     for row in rows:
         assert row["ok"] is True
         assert "predicted" not in row
+        # The floor of arithmetic is that of the product that ran in the same rounds.
+        assert row["compute_floor_us"] == pytest.approx(row["flops"] / grid["matrix_tflops"] / 1e6)
+        floors = (row[f"{name}_floor_us"] for name in ("compute", "link", "weights"))
+        assert row["ceiling_us"] == max(floors)
         assert 0 < row["us_p10"] <= row["us_median"] <= row["us_p90"]
         assert ("predicted_us" in row) == (row["arm"] != "serial")
         if row["arm"] == "serial":
