@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import _plans
+import _report
 import _sweep
 import sweep_84
 
@@ -20,7 +21,10 @@ Line = dict[str, Any]
 
 
 def relabel(lines: Sequence[Line], profile: machine.MachineProfile) -> list[Line]:
-    """The lines with those of arms replaced, others kept, by configuration."""
+    """The lines with those of arms replaced, others kept, by configuration.
+
+    `labelled` is the commit whose planner and simulator a replaced line follows.
+    """
     number = {json.dumps(config.key): config.index for config in _sweep.load_configs()}
     lines = sorted(lines, key=lambda line: number[json.dumps(line["shape"])])
     cases = {json.dumps(case.config.key): case for case in _plans.read(lines)}
@@ -33,7 +37,8 @@ def relabel(lines: Sequence[Line], profile: machine.MachineProfile) -> list[Line
         if line["op"] != "megamoe" or row is None:
             found.append(line)
             continue
-        found.append({name: value for name, value in line.items() if name in KEPT} | row.as_dict())
+        kept = {name: value for name, value in line.items() if name in KEPT}
+        found.append(kept | row.as_dict() | {"labelled": _report.commit()})
     return found
 
 

@@ -38,26 +38,37 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def origin(lines: Sequence[Line]) -> str:
-    """Where and how: one sentence under every table."""
-    last = lines[-1]
-    where = last["gpu"] or "no GPU"
-    date = str(last["date"])[:10]
-    if last.get("predicted"):
-        where = f"PREDICTED, not measured: profile {last['profile']} ({last['provenance']})"
-    driver = f", driver {last['driver']}" if last["driver"] else ""
-    ranks = "" if last["world"] == 1 else f"{last['world']} x "
-    place = where if last.get("predicted") else f"{ranks}{where}{driver}"
-    return f"{place}; torch {last['torch']}, {date}, `{last['command']}`."
+    """Where, when and how, and of which commits: one sentence under every table."""
+
+    def each(name: str) -> list[str]:
+        return list(dict.fromkeys(str(line[name]) for line in lines if line.get(name)))
+
+    ranks = "" if lines[-1]["world"] == 1 else f"{lines[-1]['world']} x "
+    driver = f", driver {', '.join(each('driver'))}" if each("driver") else ""
+    days = sorted({date[:10] for date in each("date")})
+    commits = each("commit")
+    parts = [f"torch {', '.join(each('torch'))}", " to ".join(dict.fromkeys((days[0], days[-1])))]
+    if commits:
+        plural = "s" if len(commits) > 1 else ""
+        dirty = " (+: with uncommitted changes)" if any(c.endswith("+") for c in commits) else ""
+        parts.append(f"commit{plural} {', '.join(commits)}{dirty}")
+    parts += [f"`{command}`" for command in each("command")]
+    text = f"{ranks}{', '.join(each('gpu')) or 'no GPU'}{driver}; {', '.join(parts)}."
+    if each("labelled"):
+        text += (
+            " Which measured plan an arm stands for, and its prediction, follow commit "
+            f"{', '.join(each('labelled'))} (`sweep_84.py --part label`)."
+        )
+    return text
 
 
 def sweep() -> str:
     """Geometric means by model over the sweep: times and ratios of wave, interleaved, planner."""
     found = [line for line in _report.read("sweep_84.jsonl") if line["op"] == "megamoe"]
-    measured = [line for line in found if line["n"] > 0]
-    lines = measured or list(_report.read("sweep_84_predicted.jsonl"))
+    lines = [line for line in found if line["n"] > 0]
     if not lines:
-        return "No results yet: `python benchmarks/sweep_84.py`."
-    arms = [*_sweep.ARMS, *(["serial"] if measured else [])]
+        return "No results yet: `python benchmarks/sweep_84.py --record`."
+    arms = [*_sweep.ARMS, "serial"]
     groups: dict[str, dict[str, dict[str, Line]]] = {}
     for line in lines:
         shape = str(line["shape"])
@@ -71,24 +82,22 @@ def sweep() -> str:
             mark = " (held out)" if complete[0]["planner"].get("held_out") else ""
             rows.append([model + mark, str(len(complete)), *_sweep_cells(complete, arms)])
     if not everything:
-        return "No complete configuration yet: `python benchmarks/sweep_84.py`."
+        return "No complete configuration yet: `python benchmarks/sweep_84.py --record`."
     rows.append(["**all**", str(len(everything)), *_sweep_cells(everything, arms)])
     head = ["model", "n", *(f"{arm}, us" for arm in arms)]
     head += ["wave/st over interleaved/st", "wave/st over planner", "worst", "best"]
     head.append("ceiling reached")
-    text = "Geometric means over token counts, remote shares and routings."
-    if measured:
-        text += (
-            " The planner's ranking of plans was fitted to these measurements, without the models "
-            "that are marked. `serial` is the unfused pipeline of torch and NCCL, in fewer samples."
-        )
-        text += _as_the_clock_said(everything) + _alone(everything)
-        few = sum(found[arm]["n"] < FEWEST for found in everything for arm in _sweep.ARMS)
-        if few:
-            text += (
-                f" {few} of {len(everything) * len(_sweep.ARMS)} times are medians of fewer than "
-            )
-            text += f"{FEWEST} samples."
+    text = (
+        "Geometric means over token counts, remote shares and routings. The planner's ranking of "
+        "plans was fitted to these measurements, without the models that are marked (its form was "
+        "chosen with all seven in view). `serial` is the unfused pipeline of torch and NCCL, in "
+        "fewer samples."
+    )
+    text += _as_the_clock_said(everything) + _alone(everything)
+    few = sum(found[arm]["n"] < FEWEST for found in everything for arm in _sweep.ARMS)
+    if few:
+        text += f" {few} of {len(everything) * len(_sweep.ARMS)} times are medians of fewer than "
+        text += f"{FEWEST} samples."
     text += "\n\n"
     return text + markdown(head, rows) + "\n\n" + origin(lines)
 

@@ -40,7 +40,6 @@ def lines_of_sweep(render, model, tokens, us, n):
     return [
         {"op": "megamoe", "arm": arm, "shape": shape, "world": 2, "n": n, "us_median": time}
         | {"ceiling_us": us[-1] / 2, "profile": "p", "provenance": "measured", "ok": True}
-        | ({} if n else {"predicted": True})
         | FACTS
         for arm, time in zip([*render._sweep.ARMS, "serial"], us, strict=False)
     ]
@@ -70,10 +69,26 @@ def test_levelled_times_stand_beside_those_of_the_clock(render, results):
     assert "| 1.250x |" in text
 
 
-def test_predictions_are_marked(render, results):
+def test_predictions_are_no_results(render, results):
     rows = lines_of_sweep(render, "m", 1024, [100, 90, 95, 80, 80], 0)
-    (results / "sweep_84_predicted.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    assert "PREDICTED, not measured: profile p (measured)" in render.TABLES["sweep"]()
+    (results / "sweep_84.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    assert render.TABLES["sweep"]().startswith("No results yet")
+
+
+def test_origin_names_every_commit(render):
+    line = FACTS | {"world": 2, "commit": "aaa"}
+    text = render.origin([line])
+    assert text == (
+        "2 x NVIDIA H200, driver 580; torch 2.11.0, 2026-11-29, commit aaa, "
+        "`python benchmarks/x.py`."
+    )
+    later = line | {"commit": "bbb+", "date": "2026-12-01T01:00:00+00:00", "command": "y"}
+    text = render.origin([line, later, line])
+    assert "2026-11-29 to 2026-12-01, commits aaa, bbb+ (+: with uncommitted changes)" in text
+    assert text.endswith("`python benchmarks/x.py`, `y`.")
+    text = render.origin([line, line | {"labelled": "ccc"}])
+    assert "commit aaa, `python benchmarks/x.py`. Which measured plan" in text
+    assert "follow commit ccc (`sweep_84.py --part label`)." in text
 
 
 def test_tables_by_arm(render, results):
@@ -124,17 +139,30 @@ def test_unknown_place_is_refused(render):
 
 
 def git(*arguments):
+    if not (ROOT / ".git").exists():
+        return ""
     done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
     return done.stdout if done.returncode == 0 else ""
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_committed_pages_match_committed_results(render, results, page):
-    """Not the files at hand: `make sweep` may just have written newer results."""
-    if not (ROOT / ".git").exists():
-        pytest.skip("not a git checkout: what was committed is unknown")
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """A folder of results, and the text of the pages that belong to them.
+
+    Those at hand, but while a run writes new results those of the last commit.
+    """
+    if not git("status", "--porcelain", "--", "benchmarks/results"):
+        return ROOT / "benchmarks" / "results", lambda page: (ROOT / page).read_text("utf-8")
+    folder = tmp_path_factory.mktemp("committed")
     for name in git("ls-tree", "--name-only", "HEAD", "benchmarks/results/").splitlines():
         if name.endswith(".jsonl"):
-            (results / pathlib.Path(name).name).write_text(git("show", f"HEAD:{name}"))
-    text = git("show", f"HEAD:{page}")
-    assert render.render(text) == text, f"run python benchmarks/render_readme.py {page}, commit"
+            (folder / pathlib.Path(name).name).write_text(git("show", f"HEAD:{name}"), "utf-8")
+    return folder, lambda page: git("show", f"HEAD:{page}")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_match_results(render, monkeypatch, kept, page):
+    folder, text_of = kept
+    monkeypatch.setattr(importlib.import_module("_report"), "RESULTS", folder)
+    text = text_of(page)
+    assert render.render(text) == text, f"run python benchmarks/render_readme.py {page}"

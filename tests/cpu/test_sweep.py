@@ -306,3 +306,4 @@ def test_labels_follow_the_planner(benchmarks, monkeypatch):
     us = next(plan["us"] for plan in plans if plan["name"] == wanted)
     assert (planner["us_median"], planner["n"]) == (us, 20)
     assert planner["predicted_us"] > 0 and planner["held_out"] is False
+    assert planner["labelled"] == benchmarks("_report").commit()
