@@ -10,10 +10,11 @@ import dataclasses
 import datetime
 import functools
 import json
+import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -89,10 +90,15 @@ def facts() -> dict[str, Any]:
         "torch": torch.__version__,
         "clock_mhz": None if clock is None else float(clock),
         "power_limit_w": None if power is None else float(power),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": now(),
         "commit": commit(),
         "command": " ".join(["python", *(_relative(word) for word in sys.argv)]),
     }
+
+
+def now() -> str:
+    """The time as it stands in rows: they sort by it."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 @functools.cache
@@ -130,17 +136,37 @@ class ResultWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._append = append
         self._replaced: set[str] = set()
+        self._kept = [line.get("shape") for line in read(self.path)] if append else []
 
-    def write(self, row: Row) -> None:
-        """Write one line."""
-        if not self._append and row.op not in self._replaced:
-            others = [line for line in read(self.path) if line["op"] != row.op]
-            text = "".join(json.dumps(line) + "\n" for line in others)
-            self.path.write_text(text, encoding="utf-8")
-        self._replaced.add(row.op)
-        line = json.dumps(_rounded(row.as_dict() | facts()))
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+    def write(self, *rows: Row) -> None:
+        """Write rows, one line each, all at once: a run that is killed leaves one torn line."""
+        new = {row.op for row in rows} - self._replaced
+        if not self._append and new:
+            rewrite(self.path, [line for line in read(self.path) if line["op"] not in new])
+        self._replaced |= new
+        lines = (json.dumps(_rounded(row.as_dict() | facts())) for row in rows)
+        text = "".join(f"{line}\n" for line in lines).encode()
+        with self.path.open("ab+") as file:
+            if file.tell() > 0:
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":  # torn; what is appended to it would be lost with it
+                    text = b"\n" + text
+            file.write(text)
+
+    def replace(self, *rows: Row) -> None:
+        """Write rows of one shape in place of all lines, of any arm, that the file kept of it."""
+        shape = rows[0].shape
+        if shape in self._kept:
+            rewrite(self.path, [line for line in read(self.path) if line.get("shape") != shape])
+            self._kept = [kept for kept in self._kept if kept != shape]
+        self.write(*rows)
+
+
+def rewrite(path: pathlib.Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Make a file hold these lines; whoever is interrupted leaves the file as it was."""
+    fresh = path.with_name(path.name + ".new")
+    fresh.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    fresh.replace(path)
 
 
 def _rounded(value: Any) -> Any:
@@ -151,13 +177,30 @@ def _rounded(value: Any) -> Any:
 
 
 def read(path: str | pathlib.Path) -> Iterator[dict[str, Any]]:
-    """Rows of a file; a torn last line (a killed run) is skipped."""
+    """Rows of a file; a torn line (a killed run) is skipped.
+
+    Of rows with the same operator, arm, shape and ranks the last one counts: a resumed run or a
+    file that was put together may hold a measurement twice. A prediction replaces no measurement.
+    """
     file = RESULTS / path
     if not file.is_file():
         return
-    for line in file.read_text(encoding="utf-8").splitlines():
+    found: dict[Any, dict[str, Any]] = {}
+    for number, text in enumerate(file.read_text(encoding="utf-8").splitlines()):
         with contextlib.suppress(json.JSONDecodeError):
-            yield json.loads(line)
+            row = json.loads(text)
+            key = _identity(row) or number
+            found.pop(key, None)
+            found[key] = row
+    yield from found.values()
+
+
+def _identity(row: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """What no two rows of a file share; None for a line that names no problem."""
+    if "shape" not in row:
+        return None
+    what = row.get("op"), row.get("arm"), json.dumps(row["shape"], sort_keys=True)
+    return (*what, row.get("world"), bool(row.get("predicted")))
 
 
 def line(row: Row) -> str:

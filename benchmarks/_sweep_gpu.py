@@ -26,7 +26,8 @@ import torch.distributed as dist
 from _level import levelled
 from _ranks import on_ranks
 from _sweep import ARMS, Config
-from _sweep_case import DENSE, Call, Case, Stages, distinct, time_alone, time_plans
+from _sweep_case import DENSE, RARELY, Call, Case, Stages, distinct, time_alone, time_plans
+from _sweep_report import BASELINE, Wanted, by_config, console
 
 from xstage_ext import SymmetricWorkspace, machine
 from xstage_ext.planner import ranking
@@ -60,6 +61,12 @@ class Job:
     first: int
     budget_s: float
     trials: bool = False
+
+    @property
+    def wanted(self) -> Wanted:
+        """When a configuration need not be measured again."""
+        serial_n = -(-self.pairs // RARELY)
+        return Wanted(self.pairs, self.profile.name, serial_n, [_report.commit()])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,11 +109,12 @@ def task_of(config: Config, job: Job, predict: bool) -> Task:
 
 def tasks_of(job: Job, rank: int) -> list[Task]:
     """What the result file lacks. The simulator runs without Python's lock: threads help."""
-    done = sweep_84.by_config(_report.read(job.path)) if job.resume else {}
+    done = by_config(_report.read(job.path)) if job.resume else {}
+    wanted = job.wanted
     missing = [
         c
         for c in sorted(job.configs, key=lambda c: c.index * STRIDE % 84)
-        if not sweep_84.is_complete(done.get(json.dumps(c.key), {}), measured=True)
+        if not wanted.are_met(done.get(json.dumps(c.key)))
     ]
     with concurrent.futures.ThreadPoolExecutor(min(12, os.cpu_count() or 1)) as threads:
         return list(threads.map(lambda config: task_of(config, job, rank == 0), missing))
@@ -133,12 +141,11 @@ def _rank(rank: int, job: Job) -> None:
             progress.update(bar, description=f"measuring {task.config.name}")
             rows = measure(task, rank, job, workspace, stages)
             if writer is not None:
-                for row in rows:
-                    writer.write(row)
-                sweep_84.console.print(_line(rows), highlight=False)
+                writer.replace(*rows)
+                console.print(_line(rows), highlight=False)
             progress.advance(bar)
     if rank == 0:
-        sweep_84.console.print(f"rank 0 spent: {stages}", highlight=False)
+        console.print(f"rank 0 spent: {stages}", highlight=False)
 
 
 def measure(
@@ -167,7 +174,7 @@ def measure(
         return []
     raw = {name: [us for one, us in sequence if one == name] for name in calls}
     times["serial"] = Timing.of(raw["serial"])
-    serial = next(row for row in task.predicted if row.arm == sweep_84.BASELINE)
+    serial = next(row for row in task.predicted if row.arm == BASELINE)
     serial = dataclasses.replace(
         serial, arm="serial", extra={k: v for k, v in serial.extra.items() if k in sweep_84.FACTS}
     )

@@ -6,26 +6,33 @@
     python benchmarks/sweep_84.py --part merge     # one report from all parts
 
 Every figure without a GPU is a prediction by the simulator and marked as such. Results are JSON
-lines under build/results/ (with --record those of the repository, benchmarks/results/), tables and
-pictures are made from them. An interrupted run goes on where it stopped with --resume.
+lines under build/results/ (with --record those of the repository, benchmarks/results/); a report as
+text and a picture are made from them and lie beside them. An interrupted run goes on where it
+stopped with --resume, which keeps what was measured at this commit, with this profile, rightly and
+often enough.
+
+Exit status: 1 when results were wrong; 2 for arguments that do not fit; 3 when configurations are
+left, since the time budget ended or a part was cut short (torchrun makes 1 of it).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
-import sys
+import re
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Annotated, Any
 
+import _plans
 import _report
 import _sweep
+import _sweep_report
 import torch
 import typer
 from _sweep import ARMS, Config
-from rich import box
-from rich.console import Console
+from _sweep_report import Wanted, by_config, console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -34,11 +41,9 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
 
 from xstage_ext import machine
 
-BASELINE = "wave/st"
 FACTS = (
     "held_out", "load_max_over_mean", "remote_share_drawn", "egress_bytes", "flops", "ceiling_us",
     "ceiling_by", "compute_floor_us", "link_floor_us", "weights_floor_us", "real_link_floor_us",
@@ -46,8 +51,8 @@ FACTS = (
 )  # fmt: skip
 """What holds for every arm of a configuration; see `config_facts`."""
 PLAN_FIELDS = ("schedule", "store", "lead_blocks", "wave_blocks", "group_blocks", "slice_rows")
-
-console = Console(width=150 if not sys.stdout.isatty() else None)
+EXIT_LEFT = 3
+"""Exit status of a run that leaves configurations."""
 
 
 def predicted_rows(config: Config, profile: machine.MachineProfile) -> list[_report.Row]:
@@ -106,157 +111,19 @@ def ceiling_facts(ceiling: _sweep.Ceiling) -> dict[str, Any]:
     }
 
 
-def by_config(lines: Iterable[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Result lines by configuration and arm; a later line replaces an earlier one."""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
-    for line in lines:
-        if line.get("op") == "megamoe":
-            found.setdefault(json.dumps(line["shape"]), {})[line["arm"]] = line
-    return found
-
-
-def is_complete(arms: dict[str, dict[str, Any]], measured: bool) -> bool:
-    """All arms are there, of the wanted kind."""
-    return set(ARMS) <= arms.keys() and all(
-        (line["n"] > 0) == measured for name, line in arms.items() if name in ARMS
-    )
-
-
-def report(path: pathlib.Path, configs: list[Config], title: str) -> None:
-    """Table, summary and picture from a result file."""
-    found = by_config(_report.read(path))
-    shown = [(c, found[json.dumps(c.key)]) for c in configs if json.dumps(c.key) in found]
-    shown = [(c, arms) for c, arms in shown if set(ARMS) <= arms.keys()]
-    if not shown:
-        console.print("no complete configuration in", str(path))
-        raise typer.Exit(1)
-    measured = all(arms[BASELINE]["n"] > 0 for _, arms in shown)
-    console.print(_table(shown, measured))
-    _print_summary(shown, measured)
-    picture = path.with_suffix(".png")
-    rows = [
-        {
-            "flop_per_byte": arms[BASELINE]["flops"] / arms[BASELINE]["egress_bytes"],
-            "speedup": arms[BASELINE]["us_median"] / arms["planner"]["us_median"],
-            "ceiling": arms[BASELINE]["us_median"] / arms[BASELINE]["ceiling_us"],
-            "model": config.model,
-        }
-        for config, arms in shown
-    ]
-    _sweep.picture(rows, title, picture, lambda row: str(row["model"]))
-    console.print(f"results {path}\npicture {picture}")
-
-
-def _table(shown: list[tuple[Config, dict[str, dict[str, Any]]]], measured: bool) -> Table:
-    kind = "measured (predicted)" if measured else "predicted"
-    title = f"MegaMoE on {shown[0][0].world} ranks, us, {kind}"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("model", no_wrap=True)
-    for name in ("T", "remote", "routing", "max/\nmean"):
-        table.add_column(name, justify="right")
-    for arm in ARMS:
-        table.add_column(arm.replace("interleaved", "interl.").replace("/", "\n"), justify="right")
-    for name in (
-        "wave st/\ninterl. st",
-        "wave st/\nplanner",
-        "ceiling\nus",
-        "by",
-        "ceiling/\nplanner",
-    ):
-        table.add_column(name, justify="right")
-    for config, arms in shown:
-        base, best = arms[BASELINE], arms["planner"]
-        cells = [config.model, str(config.tokens), f"{config.remote_share:g}", config.routing]
-        cells.append(f"{base['load_max_over_mean']:.1f}")
-        for arm in ARMS:
-            text = f"{arms[arm]['us_median']:.0f}"
-            cells.append(f"{text} ({arms[arm]['predicted_us']:.0f})" if measured else text)
-        cells += [
-            f"{base['us_median'] / arms['interleaved/st']['us_median']:.2f}x",
-            f"{base['us_median'] / best['us_median']:.2f}x",
-            f"{base['ceiling_us']:.0f}",
-            base["ceiling_by"],
-            f"{base['ceiling_us'] / best['us_median']:.0%}",
-        ]
-        wrong = measured and not all(arms[arm]["ok"] for arm in ARMS)
-        table.add_row(*cells, style="red" if wrong else None)
-    return table
-
-
-def _print_summary(shown: list[tuple[Config, dict[str, dict[str, Any]]]], measured: bool) -> None:
-    kind = "measured" if measured else "predicted, not measured"
-    names = [config.name for config, _ in shown]
-    times = [{arm: arms[arm]["us_median"] for arm in arms} for _, arms in shown]
-    first = shown[0][1][BASELINE]
-    laws = sorted({f"{config.routing}: {config.law_text}" for config, _ in shown})
-    console.print(
-        f"{len(shown)} configurations, {kind}; "
-        f"the machine's rates: profile {first['profile']} ({first['provenance']}).\n"
-        f"  routing is drawn, not recorded from a model; {'; '.join(laws)}"
-    )
-    comparisons = [(BASELINE, arm) for arm in ARMS if arm != BASELINE] + [("wave", "interleaved")]
-    if all("serial" in row for row in times):
-        comparisons.append(("serial", "planner"))
-    for baseline, arm in comparisons:
-        result = _sweep.summarise(times, names, baseline, arm)
-        console.print(
-            f"  {arm} over {baseline}: geometric mean {result.mean:.3f}x, "
-            f"best {result.best[0]:.2f}x ({result.best[1]}), "
-            f"worst {result.worst[0]:.2f}x ({result.worst[1]}), {len(result.regressions)} below 1"
-        )
-        if arm == "planner" and measured:
-            for ratio, name in result.regressions:
-                console.print(f"    regression {ratio:.3f}x {name}")
-    alone = [{arm: arms[arm].get("alone_us") for arm in ARMS} for _, arms in shown]
-    both = [(row, name) for row, name in zip(alone, names, strict=True) if None not in row.values()]
-    if both:
-        result = _sweep.summarise(*zip(*both, strict=True), BASELINE, "planner")
-        console.print(
-            f"  each following itself, planner over {BASELINE}: geometric mean {result.mean:.3f}x, "
-            f"worst {result.worst[0]:.2f}x ({result.worst[1]}), {len(result.regressions)} below 1"
-        )
-    for label, chosen in (("all", shown), ("held-out", [s for s in shown if s[0].held_out])):
-        if chosen:
-            console.print(f"  planner's regret, {label}: {_regret_text(chosen)}")
-    attained = sorted(
-        arms[BASELINE]["ceiling_us"] / arms["planner"]["us_median"] for _, arms in shown
-    )
-    console.print(
-        f"  planner's choice reaches {attained[len(attained) // 2]:.0%} of the ceiling (median)"
-    )
-    if measured:
-        errors = sorted(
-            abs(a["predicted_us"] / a["us_median"] - 1.0)
-            for _, arms in shown
-            for name, a in arms.items()
-            if name in ARMS
-        )
-        console.print(f"  prediction error {errors[len(errors) // 2]:.1%} (median)")
-
-
-def _regret_text(shown: list[tuple[Config, dict[str, dict[str, Any]]]]) -> str:
-    """How much longer the planner's choice takes than the best arm of each configuration."""
-    regrets = sorted(
-        (arms["planner"]["us_median"] / min(arms[arm]["us_median"] for arm in ARMS) - 1.0, c.name)
-        for c, arms in shown
-    )
-    worst, name = regrets[-1]
-    return f"median {regrets[len(regrets) // 2][0]:.1%}, worst {worst:.1%} ({name})"
-
-
 def run_predictions(
     configs: list[Config], profile: machine.MachineProfile, path: pathlib.Path, resume: bool
 ) -> None:
     """Simulate every arm of every configuration that the file lacks."""
+    wanted = Wanted(0, profile.name)
     done = by_config(_report.read(path)) if resume else {}
     writer = _report.ResultWriter(path, append=resume)
     with progress_bar() as progress:
         task = progress.add_task("predicting", total=len(configs))
         for config in configs:
             progress.update(task, description=f"predicting {config.name}")
-            if not is_complete(done.get(json.dumps(config.key), {}), measured=False):
-                for row in predicted_rows(config, profile):
-                    writer.write(row)
+            if not wanted.are_met(done.get(json.dumps(config.key))):
+                writer.replace(*predicted_rows(config, profile))
             progress.advance(task)
 
 
@@ -288,33 +155,93 @@ def select(configs: list[Config], quick: bool, part: str | None) -> list[Config]
 
 
 def configs_named(configs: list[Config], only: str | None) -> list[Config]:
-    """Those whose numbers `only` lists; all of them for None and "predict"."""
+    """Those whose numbers `only` lists, each once; all of them for None and "predict"."""
     if only in (None, "predict"):
         return configs
-    try:
-        return [configs[int(number)] for number in only.split(",")]
-    except (ValueError, IndexError):
+    numbers = [int(word) if word.strip().isdecimal() else -1 for word in str(only).split(",")]
+    if not all(0 <= number < len(configs) for number in numbers):
         expected = f"predict or numbers of 0 to {len(configs) - 1}"
-        raise typer.BadParameter(f"only: expected {expected}, got {only}") from None
+        raise typer.BadParameter(f"only: expected {expected}, got {only}")
+    return [configs[number] for number in dict.fromkeys(numbers)]
 
 
-def merge(name: str, folder: pathlib.Path) -> pathlib.Path:
-    """Concatenate the parts of a run into one file."""
-    parts = sorted(folder.glob(f"{name}.part-*.jsonl"))
-    if not parts:
-        raise typer.BadParameter(f"no parts {name}.part-*.jsonl in {folder}")
-    path = folder / f"{name}.jsonl"
-    path.write_text("".join(p.read_text(encoding="utf-8") for p in parts), encoding="utf-8")
-    return path
+def file_name(name: str, part: str | None, only: str | None) -> str:
+    """Of a run's results: what measures a choice of configurations replaces no others' results."""
+    if part is not None:
+        name += ".trials" if part == "trials" else f".part-{part.replace('/', '-of-')}"
+    if only not in (None, "predict"):
+        name += ".only-" + "-".join(word.strip() for word in str(only).split(","))
+    return name + ".jsonl"
+
+
+def parts_of(name: str, folder: pathlib.Path) -> dict[int, pathlib.Path]:
+    """Files of a run's parts by number; BadParameter where some are missing or of another n."""
+    parts: dict[int, dict[int, pathlib.Path]] = {}
+    for path in sorted(folder.glob(f"{name}.part-*.jsonl")):
+        match = re.fullmatch(r"\.part-(\d+)-of-(\d+)\.jsonl", path.name.removeprefix(name))
+        if match:
+            parts.setdefault(int(match[2]), {})[int(match[1])] = path
+    if len(parts) > 1:
+        counts = " and ".join(map(str, sorted(parts)))
+        raise typer.BadParameter(
+            f"merge: expected parts of one n, got parts of {counts} ({name}.part-* in {folder})"
+        )
+    for count, found in parts.items():
+        missing = [f"{i}/{count}" for i in range(1, count + 1) if i not in found]
+        if missing:
+            raise typer.BadParameter(f"merge: {name} in {folder} lacks part {', '.join(missing)}")
+    return parts.popitem()[1] if parts else {}
+
+
+def merge(names: Sequence[str], folder: pathlib.Path) -> pathlib.Path:
+    """Put the parts of a run into one file: of the first name that has parts."""
+    for name in names:
+        lines = [line for part in parts_of(name, folder).values() for line in _report.read(part)]
+        if not lines:
+            continue
+        profiles = {str(line["profile"]) for line in lines if "profile" in line}
+        if len(profiles) > 1:
+            raise typer.BadParameter(
+                f"merge: expected parts of one profile, got {', '.join(sorted(profiles))}"
+            )
+        path = folder / f"{name}.jsonl"
+        _report.rewrite(path, lines)
+        return path
+    raise typer.BadParameter(f"merge: no parts {' or '.join(names)}.part-i-of-n.jsonl in {folder}")
 
 
 def relabel(path: pathlib.Path, profile: machine.MachineProfile) -> pathlib.Path:
     """Rewrite a file of measurements with the planner and the simulator as they are now."""
     import _label
 
-    lines = _label.relabel(list(_report.read(path)), profile)
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    lines = list(_report.read(path))
+    if not any(line["op"] == _plans.OP for line in lines):
+        raise typer.BadParameter(f"label: expected measured plans, got none in {path}")
+    _report.rewrite(path, _label.relabel(lines, profile))
     return path
+
+
+def finish(path: pathlib.Path, shown: list[Config], run: list[Config], wanted: Wanted) -> None:
+    """Report a file, then end with the status of the run's configurations."""
+    _sweep_report.report(path, shown)
+    found = by_config(_report.read(path))
+    mine = [(config.name, found.get(json.dumps(config.key))) for config in run]
+    wrong = [name for name, one in mine if one is not None and one.wrong]
+    left = [name for name, one in mine if not wanted.are_met(one) and name not in wrong]
+    if left:
+        console.print(f"{len(left)} of {len(run)} configurations are left: go on with --resume")
+    if wrong:
+        console.print(f"WRONG results in {len(wrong)} configurations: {'; '.join(wrong)}")
+    if wrong or left:
+        raise typer.Exit(1 if wrong else EXIT_LEFT)
+
+
+def profile_of(name: str | None, measure: bool) -> machine.MachineProfile:
+    """The profile that is asked for: of this machine where it measures."""
+    try:
+        return machine.load_here(name) if measure else machine.load(name)
+    except machine.ProfileError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def _real_layer() -> bool:
@@ -367,17 +294,17 @@ def main(
     two_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= 2
     measure = two_gpus and only != "predict"
     folder = _report.RESULTS if record else _report.LOCAL_RESULTS
-    used = machine.load_here(profile) if measure else machine.load(profile)
-    name = "sweep_84_quick" if quick else "sweep_84"
-    if not measure:
-        name += "_predicted"
+    used = profile_of(profile, measure)
+    names = ["sweep_84_quick"] if quick else ["sweep_84"]
+    names = [f"{names[0]}_predicted"] if only == "predict" else [*names, f"{names[0]}_predicted"]
     if part in ("merge", "label"):
-        path = merge(name, folder) if part == "merge" else relabel(folder / "sweep_84.jsonl", used)
-        report(path, configs, f"{path.stem}: planner over wave with plain stores")
+        whole = folder / f"{names[0]}.jsonl"
+        path = merge(names, folder) if part == "merge" else relabel(whole, used)
+        kind = Wanted(0 if path.stem.endswith("_predicted") else 1)
+        finish(path, configs, select(configs, quick, None), kind)
         return
-    suffix = {None: "", "trials": ".trials"}.get(part, f".part-{str(part).replace('/', '-of-')}")
-    path = folder / f"{name}{suffix}.jsonl"
     chosen = select(wanted, quick, part)
+    path = folder / file_name(names[0 if measure else -1], part, only)
     console.print(
         f"profile {used.name} ({used.provenance}): {used.source}", style="dim", highlight=False
     )
@@ -385,13 +312,14 @@ def main(
         import _sweep_gpu
 
         job = _sweep_gpu.Job(chosen, used, path, resume, *pairs, budget_s, part == "trials")
+        needed = dataclasses.replace(job.wanted, since="" if resume else _report.now())
         _sweep_gpu.launch(job)
-    else:
-        console.print("No pair of GPUs: every time below is PREDICTED by the simulator.")
-        run_predictions(chosen, used, path, resume)
-    ok = measure or only is not None or _real_layer()
-    kind = "measured" if measure else f"PREDICTED, profile {used.name} ({used.provenance})"
-    report(path, configs, f"planner's choice over Expert-Wave with plain stores, {kind}")
+        finish(path, configs, chosen, needed)
+        return
+    console.print("No pair of GPUs: every time below is PREDICTED by the simulator.")
+    run_predictions(chosen, used, path, resume)
+    ok = only is not None or _real_layer()
+    finish(path, configs, chosen, Wanted(0, used.name))
     if not ok:
         raise typer.Exit(1)
 
