@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import pathlib
 import sys
@@ -18,7 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 BASELINE = "wave/st"
-WIDTH = 150
+WIDTH = 180
+"""Of a report that goes to no terminal, in characters."""
 Line = dict[str, Any]
 
 console = Console(width=WIDTH if not sys.stdout.isatty() else None)
@@ -148,17 +150,25 @@ def report(path: pathlib.Path, configs: Iterable[Config]) -> None:
     parts = [_times(shown, measured), _floors(shown), "\n".join(_head(shown, right, measured))]
     if right:
         parts.append("\n".join(_summary(right, measured)))
+    for part in parts:
+        _print(console, part)
+    paper = Console(file=io.StringIO(), width=WIDTH)
+    for part in parts:
+        _print(paper, part)
     text = path.with_suffix(".txt")
-    with text.open("w", encoding="utf-8") as file:
-        for target in (console, Console(file=file, width=WIDTH)):
-            for part in parts:
-                target.print(part, highlight=False)
+    written = [line.rstrip() for line in paper.file.getvalue().splitlines()]
+    text.write_text("\n".join(written) + "\n", encoding="utf-8")
     if right:
         picture = path.with_suffix(".png")
         title = f"planner's choice over Expert-Wave with plain stores, {_kind(shown, measured)}"
         _sweep.picture(picture_rows(right), title, picture, lambda row: str(row["model"]))
         console.print(f"picture {picture}")
     console.print(f"results {path}\nreport {text}")
+
+
+def _print(target: Console, part: Table | str) -> None:
+    """A table in the console's width; text in lines of its own."""
+    target.print(part, highlight=False, markup=False, soft_wrap=isinstance(part, str))
 
 
 def picture_rows(shown: Shown) -> list[dict[str, Any]]:

@@ -123,7 +123,7 @@ def test_quick_run_resumes_merges_and_reports(benchmarks, run, tmp_path):
     text = _console_text(benchmarks, path)
     assert "12 configurations, PREDICTED, profile h200x2 (measured)" in text
     # The same stands in a file.
-    assert path.with_suffix(".txt").read_text() in text
+    assert path.with_suffix(".txt").read_text() in "\n".join(map(str.rstrip, text.splitlines()))
 
     # What is slower than the baseline is listed where it was measured; predictions are counted.
     altered = [
@@ -294,6 +294,58 @@ def test_measuring_checks_and_times_every_arm(benchmarks, tmp_path):
             assert row["n"] == 6
             assert row["us_median"] == pytest.approx(times[row["measured_as"]]["us"], abs=0.01)
             assert row["raw_us"] == pytest.approx(times[row["measured_as"]]["raw_us"], abs=0.01)
+
+
+def _run_rank(rank, store, folder):
+    """One rank of a run that is cut, goes on, and ends with its budget; on the CPU."""
+    import functools
+    import sys
+
+    import torch.distributed as dist
+
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import _sweep
+    import _sweep_gpu
+
+    from xstage_ext import SymmetricWorkspace
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    _sweep_gpu.SymmetricWorkspace = functools.partial(SymmetricWorkspace, device="cpu")
+    configs = [
+        dataclasses.replace(
+            config, tokens=16, hidden=128, intermediate=64, num_experts=4, topk=2, seed=config.seed
+        )
+        for config in _sweep.load_configs()[:3]
+    ]
+    path = pathlib.Path(folder) / "run.jsonl"
+    job = _sweep_gpu.Job(configs[:2], PROFILE, path, False, 4, 1, 1e9)
+    _sweep_gpu._rank(rank, job)
+    whole = path.read_text() if rank == 0 else ""
+    if rank == 0:
+        (path.parent / "whole.jsonl").write_text(whole)
+        path.write_text(whole[: whole.index("\n") + 9])  # the second line is torn
+    dist.barrier()
+    for more in ({}, {"configs": configs, "budget_s": -1.0}):
+        _sweep_gpu._rank(rank, dataclasses.replace(job, resume=True, **more))
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_a_measured_run_goes_on_where_it_was_cut(benchmarks, tmp_path):
+    import torch.multiprocessing as mp
+
+    mp.spawn(_run_rank, args=(str(tmp_path / "store"), str(tmp_path)), nprocs=2, join=True)
+    read, shown = benchmarks("_report").read, benchmarks("_sweep_report")
+    first, second = (list(read(tmp_path / name)) for name in ("whole.jsonl", "run.jsonl"))
+
+    def names(lines):
+        return sorted((line["shape"]["seed"], line["op"], line["arm"]) for line in lines)
+
+    assert len(first) == 14 and names(first) == names(second)
+    wanted = shown.Wanted(4, PROFILE.name, 1, [first[0]["commit"]])
+    # The budget had ended before the third.
+    assert [wanted.are_met(one) for one in shown.by_config(second).values()] == [True] * 2
 
 
 def turns(times, rounds, level):
