@@ -57,6 +57,7 @@ def spans(lines: Sequence[Line], sweep: Sequence[Line], profile: machine.Machine
     """Distribution of the hand-over of Linear-2 tiles by arm, measured and predicted."""
     figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
     rows: list[Sequence[str]] = []
+    found: list[str] = []
     for place, line in enumerate(lines):
         predicted = simulated_spans_us(simulated(line, profile))
         percent = line["percentiles_us"]
@@ -65,6 +66,7 @@ def spans(lines: Sequence[Line], sweep: Sequence[Line], profile: machine.Machine
         axes.plot(place, np.median(predicted), "D", color="tab:red")
         q50, q90 = np.percentile(predicted, [50, 90])
         cells = (percent[50], percent[10], percent[90], percent[100], q50, q90)
+        found += misses(line["arm"], (percent[50], percent[90]), (q50, q90))
         clock = f"{line['kernel_clock_mhz']:.0f}"
         rows.append([line["arm"], *(f"{value:.2f}" for value in cells), clock])
     axes.set_xticks(range(len(lines)), [line["arm"] for line in lines])
@@ -74,12 +76,39 @@ def spans(lines: Sequence[Line], sweep: Sequence[Line], profile: machine.Machine
     head = ["arm", "median us", "p10", "p90", "max", "predicted median", "predicted p90", "MHz"]
     tables: list[Table] = [(head, rows)]
     if sweep:
-        tables.append(_over_the_sweep(sweep, profile))
-    return Exhibit(_about(lines[0], profile), tables, figure)
+        table, more = _over_the_sweep(sweep, profile)
+        tables.append(table)
+        found += more
+    text = f"{_about(lines[0], profile)} {_missed(found)}"
+    return Exhibit(text, tables, figure)
 
 
-def _over_the_sweep(lines: Sequence[Line], profile: machine.MachineProfile) -> Table:
-    """Medians over configurations of each one's median and 90% span, by arm and remote share."""
+OFF = 1.5
+"""A prediction that is off by more than so many times is named in words."""
+
+
+def misses(label: str, seen: Sequence[float], predicted: Sequence[float]) -> list[str]:
+    """Of a median and a p90, us: those that were predicted wrong, in words."""
+    return [
+        f"{label}: {name} {measured:.2f} us, predicted {told:.2f} ({measured / told:.2f}x)"
+        for name, measured, told in zip(("median", "p90"), seen, predicted, strict=True)
+        if max(measured / told, told / measured) > OFF
+    ]
+
+
+def _missed(found: Sequence[str]) -> str:
+    if not found:
+        return f"No median and no p90 is off its prediction by more than {OFF:g}x."
+    return f"Here the prediction fails, by more than {OFF:g}x: {'; '.join(found)}."
+
+
+def _over_the_sweep(
+    lines: Sequence[Line], profile: machine.MachineProfile
+) -> tuple[Table, list[str]]:
+    """Medians over configurations of each one's median and 90% span, by arm and remote share.
+
+    Also those of them that were predicted wrong, in words.
+    """
     by_key = {json.dumps(config.key): config for config in _sweep.load_configs()}
     found: dict[tuple[float, str], list[tuple[float, ...]]] = {}
     for line in lines:
@@ -93,11 +122,14 @@ def _over_the_sweep(lines: Sequence[Line], profile: machine.MachineProfile) -> T
         seen = line["linear2_span_us"], line["linear2_span_p90_us"]
         found.setdefault((config.remote_share, line["arm"]), []).append((*seen, *predicted))
     rows: list[Sequence[str]] = []
+    wrong: list[str] = []
     for (share, arm), values in sorted(found.items()):
         medians = np.median(np.array(values), axis=0)
-        rows.append([f"{arm}, remote {share:g}", str(len(values)), *(f"{v:.2f}" for v in medians)])
-    head = ["the sweep", "configurations", "median us", "90%", "predicted median", "predicted 90%"]
-    return head, rows
+        label = f"{arm}, remote {share:g}"
+        rows.append([label, str(len(values)), *(f"{v:.2f}" for v in medians)])
+        wrong += misses(f"the sweep, {label}", medians[:2], medians[2:])
+    head = ["the sweep", "configurations", "median us", "p90", "predicted median", "predicted p90"]
+    return (head, rows), wrong
 
 
 BOX = ("whislo", "q1", "med", "q3", "whishi")

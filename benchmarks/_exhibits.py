@@ -45,30 +45,60 @@ def by_arm(lines: Sequence[Line]) -> dict[str, dict[str, Line]]:
 # --- 3: attention -------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
+class Overhead:
+    """Time over attention alone, us; `low` and `high` hold it with 95%, None: a bare difference."""
+
+    us: float
+    low: float | None = None
+    high: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.us:+.1f}" + (
+            "" if self.low is None else f" [{self.low:+.1f} {self.high:+.1f}]"
+        )
+
+    @property
+    def may_be_zero(self) -> bool:
+        """Whether the interval holds zero."""
+        return self.low is not None and self.high is not None and self.low <= 0.0 <= self.high
+
+
+def overhead_of(arm: Line, alone: Line) -> Overhead:
+    """Of an arm, by its ratios round by round where they were recorded, else by medians.
+
+    At the power limit calls of milliseconds scatter by several percent, which neighbours in time
+    share: a difference of medians shows the scatter, a ratio of neighbours the cost.
+    """
+    us = float(alone["us_median"])
+    if "over_fa3" not in arm:
+        return Overhead(float(arm["us_median"]) - us)
+    return Overhead(*((arm[name] - 1.0) * us for name in ("over_fa3", "over_low", "over_high")))
+
+
 def attention(lines: Sequence[Line], profile: machine.MachineProfile) -> Exhibit:
     """Time over attention alone, measured and predicted, with the completion-coupled arm."""
     complete = [
         arms for arms in by_arm(lines).values() if {"fa3", "fused", "fused coupled"} <= set(arms)
     ]
     rows: list[Sequence[str]] = []
+    unclear: list[str] = []
     series: dict[str, list[tuple[int, float]]] = {}
     for arms in sorted(complete, key=lambda arms: int(arms["fa3"]["shape"]["rows"])):
         alone = arms["fa3"]
         shape = alone["shape"]
         expected = predicted_overheads_us(shape, alone["world"], profile)
-        seen = {name: arms[name]["us_median"] - alone["us_median"] for name in arms}
-        cells = [f"{seen[n]:+.1f}" if n in seen else "-" for n in OVERHEADS]
+        seen = {name: overhead_of(arms[name], alone) for name in OVERHEADS if name in arms}
+        cells = [str(seen.get(name, "-")) for name in OVERHEADS]
         cells += [f"{value:+.1f}" for value in expected.values()]
         rows.append([f"{shape['name']} {shape['heads']}x{shape['head_dim']}",
                      str(shape["rows"]), f"{alone['us_median']:.1f}", *cells])  # fmt: skip
+        if seen["fused"].may_be_zero:
+            unclear.append(shape["name"])
         if shape["name"] == f"s{shape['rows']}":
-            for name in OVERHEADS:
-                if name in seen:
-                    share = seen[name] / alone["us_median"]
-                    series.setdefault(name, []).append((shape["rows"], share))
-            for name, value in expected.items():
-                share = value / alone["us_median"]
-                series.setdefault(f"predicted {name}", []).append((shape["rows"], share))
+            told = {f"predicted {name}": us for name, us in expected.items()}
+            for name, us in ({name: cost.us for name, cost in seen.items()} | told).items():
+                series.setdefault(name, []).append((shape["rows"], us / alone["us_median"]))
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     for name, points in series.items():
         style = "--" if name.startswith("predicted") else "o-"
@@ -80,10 +110,14 @@ def attention(lines: Sequence[Line], profile: machine.MachineProfile) -> Exhibit
     axes.legend()
     head = ["problem", "rows", "attention us", *OVERHEADS, *(f"predicted {n}" for n in PREDICTED)]
     text = (
-        "Microseconds over attention alone until the result has arrived (receiver-ready), by "
-        "medians. Those of calls of 4 ms and more scatter by some percent; ratios of arms in turns "
-        "are in csrc/fa3_a2a/README.md."
+        "Microseconds over attention alone until the result has arrived (receiver-ready). With "
+        "brackets, which hold it with 95%: the ratio of neighbours in time, less one, times the "
+        "median of attention alone. Without: a difference of medians, which for calls of "
+        "milliseconds shows how the clock wandered. *fused* and *fused burst* take turns with "
+        "attention alone and nothing else, so they are known best; the other arms with all arms."
     )
+    if unclear:
+        text += f" The fused kernel's cost cannot be told from zero for {', '.join(unclear)}."
     return Exhibit(text, [(head, rows)], figure)
 
 
@@ -149,10 +183,19 @@ def pacing(lines: Sequence[Line], sweep: Sequence[Line], attention: Sequence[Lin
     text = (
         "All SMs of one GPU multiply and send an output tile to the other GPU every few steps. A "
         "burst casts a shadow: loads behind it wait until it has left. Slices over the next "
-        "tile's main loop do not, as long as the link carries the mean. Below: the same choice in "
-        "both kernels."
+        "tile's main loop do not, as long as the link carries the mean."
     )
-    return Exhibit(text, tables + _in_megamoe(sweep) + _in_attention(attention), figure)
+    kernels = _in_megamoe(sweep), _in_attention(attention)
+    if any(kernels):
+        text += " Below: the same choice in the kernels."
+    if kernels[1]:
+        text += (
+            " Attention *at home* is by the clock, in turns with others, the kernels that send by "
+            "a profiler, a few launches of one arm in a row: above a millisecond they differ by "
+            "the GPU's clock, not by the stores ([exhibit 3](attention.md) compares neighbours in "
+            "time)."
+        )
+    return Exhibit(text, [*tables, *kernels[0], *kernels[1]], figure)
 
 
 STORES = {
@@ -287,8 +330,13 @@ def regret(lines: Sequence[Line], profile: machine.MachineProfile) -> Exhibit:
     text = (
         f"Up to {max(len(line['plans']) for line in lines)} plans per configuration. Which plan is "
         "best is read from one half of the samples, what it takes from the other: luck does not "
-        "count, and a regret may be below zero. Nothing of the held-out shapes was fitted to. "
-        "*Alone*: every plan follows itself for 0.2 s, twice, at the clock that its own power "
-        "allows; one pass says which is best, the other what it takes."
+        "count, and a regret may be below zero. The choice is that of the planner as it is now. No "
+        "weight of its ranking was fitted to the held-out shapes; its form (which families and "
+        "terms) was compared on all seven models, theirs included (docs/perf_log.md)."
     )
+    if any(alone.values()):
+        text += (
+            " *Alone*: every plan follows itself for 0.2 s, twice, at the clock that its own power "
+            "allows; one pass says which is best, the other what it takes."
+        )
     return Exhibit(text, tables, figure)

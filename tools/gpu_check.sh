@@ -92,7 +92,7 @@ if ((gpus >= ranks)); then
   step bench-models 90 "${launch[@]}" benchmarks/bench_model.py flux qwen-image wan2.2-720p hunyuan \
     --proxy-world 8 --pairs 20 --out models.jsonl
   step sweep 480 "${launch[@]}" benchmarks/sweep_84.py --record
-  step traces 60 python3 benchmarks/evidence.py spans --measure
+  step traces 60 python3 benchmarks/evidence.py spans --measure --record
   step bench-handshake 120 "${launch[@]}" benchmarks/bench_handshake.py
   step bench-burst 120 python3 benchmarks/bench_burst.py
   step calibrate 120 "${xstage[@]}" calibrate --out "$profile.json"

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import json
 import pathlib
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from xstage_ext import machine
+from xstage_ext.errors import CalibrationError
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PROFILE = machine.load("h200x2")
@@ -26,7 +26,9 @@ def evidence(monkeypatch, tmp_path):
     report = importlib.import_module("_report")
     module = importlib.import_module("evidence")
     monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(report, "LOCAL_RESULTS", tmp_path / "local")
     monkeypatch.setattr(module, "FOLDER", tmp_path / "evidence")
+    monkeypatch.setattr(module, "LOCAL_FOLDER", tmp_path / "local_evidence")
     return module
 
 
@@ -64,6 +66,95 @@ def test_prediction_refuses_without_measurements(evidence, tmp_path):
     assert "no measurements" in result.output
 
 
+@pytest.fixture
+def two_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+@pytest.fixture
+def measured(evidence, monkeypatch, two_gpus):
+    """Calls of what measures; each leaves one line of the sweep."""
+    gpu = importlib.import_module("_evidence_gpu")
+    calls = []
+
+    def measure(*arguments):
+        calls.append(arguments)
+        line = FACTS | {"op": "megamoe", "us_median": 100.0, "predicted_us": 103.0}
+        lines = [line | {"arm": arm, "held_out": False} for arm in evidence._exhibits._sweep.ARMS]
+        file, folder, _ = arguments
+        folder.mkdir(exist_ok=True)
+        write(folder / file, lines)
+        return 0
+
+    monkeypatch.setattr(gpu, "measure", measure)
+    monkeypatch.setattr(evidence.machine, "load_here", lambda: PROFILE)
+    return calls
+
+
+def test_measured_here_is_drawn_here(evidence, tmp_path, measured):
+    result = CliRunner().invoke(evidence.app, ["prediction", "--measure"])
+    assert result.exit_code == 0, result.output
+    assert measured == [("sweep_84.jsonl", tmp_path / "local", evidence.USUAL)]
+    assert (tmp_path / "local_evidence" / "prediction.md").is_file()
+    assert not (tmp_path / "evidence").exists()
+    result = CliRunner().invoke(evidence.app, ["prediction", "--measure", "--record"])
+    assert result.exit_code == 0, result.output
+    assert measured[1:] == [("sweep_84.jsonl", tmp_path, evidence.USUAL)]
+    assert "| **all** | 5 | 3.0% |" in (tmp_path / "evidence" / "prediction.md").read_text()
+
+
+def test_a_benchmark_that_fails_ends_the_exhibit(evidence, monkeypatch, tmp_path, measured):
+    monkeypatch.setattr(importlib.import_module("_evidence_gpu"), "measure", lambda *_: 3)
+    result = CliRunner().invoke(evidence.app, ["regret", "--measure"])
+    assert result.exit_code == 1
+    assert result.output == "regret --measure: the benchmark ended with status 3\n"
+
+
+def test_what_measures_an_exhibit(evidence, monkeypatch, tmp_path):
+    """Every file of an exhibit has a command, whose script takes its options."""
+    gpu = importlib.import_module("_evidence_gpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert set(evidence.FILES) == set(evidence.EXHIBITS)
+    assert set(evidence.FILES.values()) == {gpu.TRACES, *gpu.SCRIPTS}
+    command = gpu.command_of("sweep_84.jsonl", tmp_path)
+    assert command[1:] == [*command[1:4], "--record"] and command[2] == "--budget-s"
+    known = inspect.signature(importlib.import_module("sweep_84").main).parameters
+    assert {"record", "budget_s"} <= set(known)
+    assert "--record" not in gpu.command_of("sweep_84.jsonl", tmp_path / "local")
+    for file in ("attention.jsonl", "burst_loop.jsonl"):
+        assert gpu.command_of(file, tmp_path)[-1] == file
+        command = gpu.command_of(file, tmp_path / "local")
+        assert command[-1] == str(tmp_path / "local" / file)
+        script = pathlib.Path(command[-3])
+        monkeypatch.setattr("sys.argv", command[-3:])
+        with pytest.raises((SystemExit, CalibrationError), match="measures GPUs"):
+            importlib.import_module(script.stem).main()
+    assert gpu.command_of("attention.jsonl", tmp_path)[1:3] == ["-m", "torch.distributed.run"]
+
+
+@pytest.mark.parametrize("name", ["spans", "timeline", "attention", "pacing", "regret"])
+def test_measuring_needs_two_gpus(evidence, monkeypatch, name):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = CliRunner().invoke(evidence.app, [name, "--measure"])
+    assert result.exit_code == 1
+    assert result.output == f"{name} --measure: expected two GPUs, got 0\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["spans", "--measure", "--index", "999"], ("--index", "999")),
+        (["spans", "--index", "7"], ("--index", "--measure")),
+        (["attention", "--record"], ("--record", "--measure")),
+    ],
+)
+def test_refused_by_name(evidence, two_gpus, arguments, words):
+    result = CliRunner().invoke(evidence.app, arguments)
+    assert result.exit_code == 2
+    assert all(word in result.output for word in words), result.output
+
+
 def test_regret_of_the_planners_choice(evidence, tmp_path):
     exhibits = evidence._exhibits
     config = exhibits._sweep.load_configs()[23]
@@ -83,6 +174,8 @@ def test_regret_of_the_planners_choice(evidence, tmp_path):
     assert result.exit_code == 0, result.output
     assert "| held out | 1 | 2.0% | 2.0% | 2.0% | 2.0% |" in result.output
     assert f"| {config.name} | 2.0% | ours | other |" in result.output
+    assert "No weight of its ranking was fitted to the held-out shapes" in result.output
+    assert "*Alone*" not in result.output
 
 
 def test_a_call_in_parts(evidence, tmp_path):
@@ -164,8 +257,31 @@ def test_attention_table(evidence, tmp_path):
     result = CliRunner().invoke(evidence.app, ["attention"])
     assert result.exit_code == 0, result.output
     assert "| s4096 12x128 | 4096 | 100.0 | +4.0 | - | +20.0 | +50.0 | - |" in result.output
-    expected = evidence._exhibits.predicted_overheads_us(shape, 2, PROFILE)
-    assert 0 < expected["fused"] < expected["coupled"]
+    # Neighbours in time say less than medians do: they are what counts.
+    lines[1] |= {"over_fa3": 1.002, "over_low": 0.999, "over_high": 1.005}
+    write(tmp_path / "attention.jsonl", lines)
+    result = CliRunner().invoke(evidence.app, ["attention"])
+    assert "| 100.0 | +0.2 [-0.1 +0.5] | - | +20.0 | +50.0 | - |" in result.output
+    assert "cost cannot be told from zero for s4096." in result.output
+
+
+def test_predicted_overheads_by_hand(evidence):
+    """4,096 rows, 12 heads of 128 per rank of two, from the profile's numbers alone."""
+    shape = {"name": "s4096", "rows": 4096, "heads": 12, "head_dim": 128, "causal": False}
+    profile = json.loads((ROOT / "xstage_ext/profiles/h200x2.json").read_text())
+    tma, rates = profile["mechanisms"]["tma"], profile["rates"]
+    assert tma["R_GBps"]["producers"][-1] == tma["R_both_GBps"]["producers"][-1] == 132
+    # 12 x 32 tiles on 132 SMs: three rounds. Half of a round's tiles of 32 KiB crosses the link.
+    round_us = 132 * 32768 / 2 / (tma["R_both_GBps"]["values"][-1] * 1e3)
+    signal_us = tma["visibility_us"] + rates["flag_us"]
+    # Rows come in parts of 3 KiB, which reach 0.79 of the link's rate.
+    a2a_us = 12 * 2048 * 128 * 2 / (0.79 * tma["R_GBps"]["values"][-1] * 1e3)
+    told = evidence._exhibits.predicted_overheads_us(shape, 2, PROFILE)
+    assert told["fused"] == pytest.approx(signal_us, rel=1e-3)
+    assert told["coupled"] == pytest.approx(
+        signal_us + 2 * (round_us + tma["visibility_us"]), rel=1e-3
+    )
+    assert told["serial"] == pytest.approx(rates["launch_us"] + a2a_us + signal_us, rel=1e-3)
 
 
 def test_pacing_table(evidence, tmp_path):
@@ -218,83 +334,28 @@ def test_spans_and_timeline_show_predictions_beside_what_was_seen(evidence, tmp_
         row for row in rows if row.startswith("| wave/st, remote 0.875 | 1 | 2.00 | 9.00 |")
     )
     assert over.split(" | ")[-1].strip(" |") == cells[0][6]
+    # The arms are the simulator's own, the sweep's line is not.
+    told = float(cells[0][5])
+    words = (
+        f"the sweep, wave/st, remote 0.875: median 2.00 us, predicted {told:.2f} ({2 / told:.2f}x)"
+    )
+    text = next(row for row in rows if "the prediction fails" in row)
+    assert text.count("predicted") == 2 and words in text
     rows = (tmp_path / "evidence" / "timeline.md").read_text().splitlines()
     row = next(row for row in rows if row.startswith("| wave/st"))
     assert row.split(" | ")[1] == row.split(" | ")[-1].strip(" |")
 
 
+def test_misses_are_named(evidence):
+    tiles = evidence._exhibit_tiles
+    assert tiles.misses("wave", (1.49, 3.1), (1.0, 2.0)) == [
+        "wave: p90 3.10 us, predicted 2.00 (1.55x)"
+    ]
+    assert tiles.misses("wave", (1.0, 2.0), (1.6, 2.9)) == [
+        "wave: median 1.00 us, predicted 1.60 (0.62x)"
+    ]
+
+
 def test_longest_run(evidence):
     assert evidence._exhibit_tiles.longest(np.array([True, True, False, True])) == 2
     assert evidence._exhibit_tiles.longest(np.array([], dtype=bool)) == 0
-
-
-@pytest.fixture
-def tile_trace(evidence):
-    return importlib.import_module("_tile_trace")
-
-
-def test_decode_reads_tiles_of_both_math_tracks(tile_trace):
-    words = torch.zeros(3, 4, 5, 8, dtype=torch.int64)
-    tile = 2 << 48 | 77 << 24 | 5
-    words[1, 1, 0] = torch.tensor([1, tile, 10_000, 15_000, 1980, 990, 3960, 9900])
-    words[2, 2, 3] = torch.tensor([1, 1 << 48, 12_000, 13_000, 0, 0, 0, 1980])
-    words[0, 0, 0] = torch.tensor([2, 0, 1, 2, 3, 4, 5, 0])  # a phase record, not a tile
-    words[0, 1, 0] = torch.tensor([1, 0, 1, 2, 3, 4, 5, 9])  # keeps step, has no tile
-    tiles = tile_trace.decode(words)
-    assert tiles.cta.tolist() == [1, 2]
-    assert tiles.group.tolist() == [0, 1]
-    assert tiles.phase.tolist() == [2, 1]
-    assert (tiles.block[0], tiles.n[0]) == (77, 5)
-    np.testing.assert_allclose(tiles.begin_us, [0.0, 2.0])
-    np.testing.assert_allclose(tiles.clock_mhz, 1980.0)
-    np.testing.assert_allclose(tiles.hand_over_us, [2.0, 0.0])
-    np.testing.assert_allclose(tiles.first_wait_us, [1.0, 0.0])
-    assert len(tiles.of_phase(2).cta) == 1
-    # Half a microsecond of the first tile's three waits for operands.
-    np.testing.assert_allclose(tiles.activity(1.0), np.array([5, 5, 11]) / 12)
-    empty = tile_trace.decode(torch.zeros(1, 4, 1, 8, dtype=torch.int64))
-    assert len(empty.cta) == len(empty.activity(1.0)) == 0
-
-
-def test_phases_of_a_call(tile_trace):
-    words = torch.zeros(2, 4, 3, 8, dtype=torch.int64)
-    for cta, late in ((0, 0), (1, 2_000)):
-        words[cta, 0, 0] = torch.tensor([2, 0, 1_000, 99_000, 0, 0, 47_000, 0])
-        words[cta, 0, 1] = torch.tensor([4, 0, 60_000 + late, 71_000, 0, 0, 0, 0])
-        words[cta, 0, 2] = torch.tensor([5, 0, 71_000, 81_000 - late, 0, 0, 0, 0])
-        words[cta, 1, 0] = torch.tensor([1, 1 << 48, 51_000 + late, 60_000, 0, 0, 0, 0])
-    phases = tile_trace.phases_us(words)
-    assert phases == {
-        "counts_us": 47.0, "first_tile_us": 51.0, "tiles_us": 61.0, "signal_us": 9.0,
-        "combine_us": 10.0,
-    }  # fmt: skip
-    assert tile_trace.phases_us(torch.zeros(1, 4, 1, 8, dtype=torch.int64)) == {}
-
-
-def test_waits_for_operands_are_not_activity(tile_trace):
-    ones = np.ones(2)
-    begin, end = np.array([0.0, 2.0]), np.array([2.0, 4.0])
-    halves = tile_trace.busy_share(begin, end, 1, 1.0, 0.5 * ones)
-    np.testing.assert_allclose(halves, 0.5)
-    words = torch.zeros(1, 4, 1, 8, dtype=torch.int64)
-    words[0, 1, 0] = torch.tensor([1, 1 << 48, 0, 4_000, 0, 990, 1980, 7920])
-    # 4 us: 1 us of hand-over, half a microsecond of the main loop waits for operands.
-    activity = tile_trace.decode(words).activity(1.0)
-    np.testing.assert_allclose(activity, [2.5 / 3] * 3, rtol=1e-6)
-
-
-@given(
-    intervals=st.lists(st.tuples(st.floats(0, 50), st.floats(0, 20)), min_size=1, max_size=30),
-    width=st.sampled_from([0.5, 1.0, 7.0]),
-)
-def test_busy_share_keeps_the_area(intervals, width):
-    import sys
-
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    from _tile_trace import busy_share
-
-    begin = np.array([a for a, _ in intervals])
-    end = begin + np.array([b for _, b in intervals])
-    share = busy_share(begin, end, 3, width)
-    assert share.sum() * 3 * width == pytest.approx((end - begin).sum(), abs=1e-6)
-    assert (share >= -1e-9).all()

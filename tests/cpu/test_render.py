@@ -10,6 +10,7 @@ import subprocess
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+EXHIBITS = ROOT / "docs" / "evidence"
 PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/*.md"))]
 PAGES += [str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/*/README.md")]
 
@@ -166,3 +167,20 @@ def test_pages_match_results(render, monkeypatch, kept, page):
     monkeypatch.setattr(importlib.import_module("_report"), "RESULTS", folder)
     text = text_of(page)
     assert render.render(text) == text, f"run python benchmarks/render_readme.py {page}"
+
+
+def test_exhibits_match_results(render, monkeypatch, tmp_path, kept):
+    """Pages by their text; pictures differ between versions of what draws them."""
+    folder, text_of = kept
+    evidence = importlib.import_module("evidence")
+    monkeypatch.setattr(importlib.import_module("_report"), "RESULTS", folder)
+    monkeypatch.setattr(evidence, "FOLDER", tmp_path)
+    pages = {page.stem for page in EXHIBITS.glob("*.md")} - {"README"}
+    assert pages == set(evidence.EXHIBITS)
+    stale = []
+    for name, draw in evidence.EXHIBITS.items():
+        draw()
+        if (tmp_path / f"{name}.md").read_text("utf-8") != text_of(f"docs/evidence/{name}.md"):
+            stale.append(name)
+        assert (EXHIBITS / f"{name}.png").stat().st_size > 10_000
+    assert not stale, "run python benchmarks/evidence.py all"
