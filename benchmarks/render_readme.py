@@ -130,14 +130,21 @@ def _alone(complete: Sequence[Mapping[str, Line]]) -> str:
 
 
 def _sweep_cells(complete: Sequence[Mapping[str, Line]], arms: Sequence[str]) -> list[str]:
-    times = [{arm: found[arm]["us_median"] for arm in arms} for found in complete]
+    """Means over configurations whose results are right; the last cell says how many are not."""
+    right = [found for found in complete if all(found[arm]["ok"] is True for arm in arms)]
+    wrong = f"{len(complete) - len(right)} WRONG"
+    if not right:
+        return [*["-"] * (len(arms) + 4), wrong]
+    times = [{arm: found[arm]["us_median"] for arm in arms} for found in right]
     published = [row["wave/st"] / row["interleaved/st"] for row in times]
     ratio = [row["wave/st"] / row["planner"] for row in times]
-    reached = [f["planner"]["ceiling_us"] / f["planner"]["us_median"] for f in complete]
+    reached = [f["planner"]["ceiling_us"] / f["planner"]["us_median"] for f in right]
     cells = [f"{_sweep.geometric_mean(row[arm] for row in times):.0f}" for arm in arms]
     cells.append(f"{_sweep.geometric_mean(published):.3f}x")
     cells.append(f"{_sweep.geometric_mean(ratio):.3f}x")
     cells += [f"{min(ratio):.2f}x", f"{max(ratio):.2f}x", f"{_sweep.geometric_mean(reached):.0%}"]
+    if len(right) < len(complete):
+        cells[-1] += f" ({wrong} left out)"
     return cells
 
 

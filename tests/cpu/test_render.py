@@ -60,6 +60,23 @@ def test_sweep_table(render, results):
     assert render.render(text) == text
 
 
+def test_wrong_results_enter_no_mean(render, results):
+    right = lines_of_sweep(render, "m", 1024, [100, 90, 95, 80, 80, 300], 20)
+    wrong = lines_of_sweep(render, "m", 4096, [1, 1, 1, 1, 1, 1], 20)
+    for name in ("planner", "serial"):
+        lines = [line | {"ok": line["arm"] != name} for line in wrong]
+        for rows, cells in (
+            (
+                [*right, *lines],
+                "| 100 | 90 | 95 | 80 | 80 | 300 | 1.111x | 1.250x | 1.25x | 1.25x |",
+            ),
+            (lines, "|" + " - |" * 10),
+        ):
+            (results / "sweep_84.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+            text = render.sweep()
+            assert text.count(cells) == 2 and text.count("1 WRONG") == 2, text
+
+
 def test_levelled_times_stand_beside_those_of_the_clock(render, results):
     rows = lines_of_sweep(render, "m", 1024, [100, 90, 95, 80, 80, 300], 20)
     for row in rows:
