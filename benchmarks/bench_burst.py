@@ -250,6 +250,8 @@ def main() -> None:
     parser.add_argument("--pulls", type=int, nargs="*", default=list(PULLS))
     parser.add_argument("--output", default="burst_loop.jsonl")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("bench_burst measures GPUs, and none is visible here")
     on_all_gpus(_on_rank, options.rounds, tuple(options.pulls), options.output)
 
 

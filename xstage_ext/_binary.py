@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import re
 
@@ -82,10 +83,11 @@ def explain_load_error(text: str, torch_cuda: str) -> str:
     return f"the kernels do not load beside torch {torch.__version__}: {text}"
 
 
-def wire_fields(kind: str) -> list[tuple[str, int, int, str]]:
+@functools.cache
+def wire_fields(kind: str) -> tuple[tuple[str, int, int, str], ...]:
     """(name, min, max, meaning) of every field of a wire message, as the binary defines it."""
     fields = []
     for line in torch.ops.xstage.plan_fields(kind).splitlines():
         name, low, high, meaning = line.split(" ", 3)
         fields.append((name, int(low), int(high), meaning))
-    return fields
+    return tuple(fields)

@@ -1,14 +1,36 @@
-"""Strict JSON for frozen dataclasses: a mismatch names the field and what was expected there."""
+"""Strict JSON: reading names the field that does not fit; nothing writes `Infinity` or `NaN`."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
+import sys
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
+
+
+@dataclasses.dataclass(frozen=True)
+class AtLeast:
+    """A bound in an annotated type: numbers from `least` on, or only those above it."""
+
+    least: float
+    itself: bool = True
+
+    def __contains__(self, value: float) -> bool:
+        return value >= self.least if self.itself else value > self.least
+
+    def __str__(self) -> str:
+        return f"of {self.least:g} or more" if self.itself else f"above {self.least:g}"
+
+
+Positive = Annotated[float, AtLeast(0.0, itself=False)]
+NotNegative = Annotated[float, AtLeast(0.0)]
+Count = Annotated[int, AtLeast(1)]
+Size = Annotated[int, AtLeast(0)]
 
 
 def build(kind: Any, value: Any, where: str, error: type[Exception]) -> Any:
@@ -18,7 +40,7 @@ def build(kind: Any, value: Any, where: str, error: type[Exception]) -> Any:
     ----------
     kind : type
         A dataclass, Literal of strings, `X | None`, `tuple[X, ...]`, `dict[str, X]`, `float`,
-        `int` or `str`.
+        `int` or `str`; numbers also annotated with `AtLeast`.
     value : object
         What `json.loads` returned.
     where : str
@@ -38,6 +60,27 @@ def dump(value: Any, indent: int = 0) -> str:
     return "{\n" + ",\n".join(lines) + "\n" + " " * indent + "}"
 
 
+def dumps(value: Any, indent: int | None = None) -> str:
+    """JSON that any parser takes: numbers that are not finite become null, others texts."""
+    return json.dumps(_finite(value), indent=indent, default=str, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    """Types of a dataclass's fields; finding them takes most of the time of reading a profile."""
+    return typing.get_type_hints(kind, include_extras=True)
+
+
 class _Builder:
     def __init__(self, error: type[Exception]) -> None:
         self._error = error
@@ -46,6 +89,9 @@ class _Builder:
         origin, arguments = typing.get_origin(kind), typing.get_args(kind)
         if dataclasses.is_dataclass(kind):
             return self._dataclass(typing.cast(type, kind), value, where)
+        if origin is Annotated:
+            number, bound = self.build(arguments[0], value, where), arguments[1]
+            return self._expect(number in bound, value, where, f"a number {bound}")
         if origin is Literal:
             return self._expect(value in arguments, value, where, f"one of {', '.join(arguments)}")
         if origin in (types.UnionType, typing.Union):
@@ -62,16 +108,16 @@ class _Builder:
     def _scalar(self, kind: Any, value: Any, where: str) -> Any:
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if kind is float:
-            finite = number and math.isfinite(value)
+            finite = number and abs(value) <= sys.float_info.max
             return float(self._expect(finite, value, where, "a finite number"))
         if kind is int:
-            whole = number and isinstance(value, int)
+            whole = number and isinstance(value, int) and abs(value) < 1 << 63
             return self._expect(whole, value, where, "an integer")
         return self._expect(isinstance(value, str), value, where, "a string")
 
     def _dataclass(self, kind: type, value: Any, where: str) -> Any:
         self._expect(isinstance(value, Mapping), value, where, "an object")
-        hints = typing.get_type_hints(kind)
+        hints = _hints(kind)
         fields = {field.name: field for field in dataclasses.fields(kind)}
         for name in value:
             self._expect(name in fields, name, where, f"fields {', '.join(fields)}")

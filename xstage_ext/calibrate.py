@@ -22,6 +22,7 @@ from rich.table import Table
 
 from . import _calibration_report, _measure, _pictures, _profile_fit, machine
 from ._gpu_facts import complaints
+from ._json import dumps
 from ._measure import Row
 from ._profile_fit import MECHANISMS, PROBES, Finding
 from ._session import Session, on_all_gpus
@@ -103,10 +104,10 @@ def _json_lines(record: dict[str, Any]) -> str:
     parts = []
     for key, value in record.items():
         if isinstance(value, list):
-            inner = ",\n ".join(json.dumps(_rounded(item)) for item in value)
+            inner = ",\n ".join(dumps(_rounded(item)) for item in value)
             parts.append(f'"{key}": [\n {inner}\n]')
         else:
-            parts.append(f'"{key}": {json.dumps(value, indent=1)}')
+            parts.append(f'"{key}": {dumps(value, indent=1)}')
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
@@ -352,7 +353,9 @@ def refit(raw: pathlib.Path, out: pathlib.Path) -> Calibration:
     try:
         record = json.loads(raw.read_text(encoding="utf-8"))
         environment = record["environment"]
-        calibration = fit(record["rows"], environment["rates"], environment, out.stem)
+        # What was no number was written as null.
+        rows = [{k: np.nan if v is None else v for k, v in dict(r).items()} for r in record["rows"]]
+        calibration = fit(rows, environment["rates"], environment, out.stem)
     except OSError as error:
         raise CalibrationError(f"{expected}; {error.strerror or error}") from None
     except (ValueError, TypeError) as error:

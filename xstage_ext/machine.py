@@ -9,88 +9,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import json
 import pathlib
 import typing
 from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
-
 from . import _env
-from ._json import build, dump
+from ._curves import FloatArray as FloatArray
+from ._curves import FloatLike as FloatLike
+from ._curves import IssueTable as IssueTable
+from ._curves import ProducerCurve as ProducerCurve
+from ._json import Count, NotNegative, Positive, Size, build, dump
 from .errors import ProfileError
 
 SCHEMA = 1
 """Version of the JSON layout. Readers refuse another one."""
 
 Provenance = Literal["provisional", "measured", "default"]
-FloatLike = npt.ArrayLike
-FloatArray = npt.NDArray[np.float64]
-
 _PROFILES = pathlib.Path(__file__).parent / "profiles"
-
-
-def _floats(values: FloatLike) -> FloatArray:
-    return np.asarray(values, dtype=np.float64)
-
-
-def _interpolate(x: FloatArray, nodes: tuple[float, ...], values: FloatArray) -> FloatArray:
-    """Linear between nodes, constant below the first, last slope (>= 0) above the last."""
-    inside: FloatArray = np.interp(x, nodes, values)
-    if len(nodes) < 2:
-        return inside
-    slope = max(0.0, float(values[-1] - values[-2]) / (nodes[-1] - nodes[-2]))
-    return inside + slope * np.maximum(0.0, x - nodes[-1])
-
-
-@dataclasses.dataclass(frozen=True)
-class ProducerCurve:
-    """A quantity that depends on the number of producers K only; linear between the nodes.
-
-    Below the first node it is proportional to K, above the last it is constant.
-    """
-
-    producers: tuple[float, ...]
-    values: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        _check_nodes("producers", self.producers, len(self.values))
-
-    def __call__(self, K: FloatLike) -> FloatArray:
-        k = _floats(K)
-        below = np.minimum(1.0, k / self.producers[0])
-        return np.asarray(np.interp(k, self.producers, self.values) * below)
-
-
-@dataclasses.dataclass(frozen=True)
-class IssueTable:
-    """T0(K, B): issue time of one producer's burst without backpressure, in us.
-
-    `us[i][j]` belongs to `producers[i]` and `nbytes[j]`. Linear in between; constant outside in K
-    and below the smallest B; above the largest B the last slope goes on (an SM issues at a rate).
-    """
-
-    producers: tuple[float, ...]
-    nbytes: tuple[float, ...]
-    us: tuple[tuple[float, ...], ...]
-
-    def __post_init__(self) -> None:
-        _check_nodes("producers", self.producers, len(self.us))
-        for row in self.us:
-            _check_nodes("nbytes", self.nbytes, len(row))
-
-    def __call__(self, K: FloatLike, B: FloatLike) -> FloatArray:
-        k, b = np.broadcast_arrays(_floats(K), _floats(B))
-        rows = np.stack([_interpolate(b, self.nbytes, _floats(row)) for row in self.us])
-        position = np.interp(k, self.producers, np.arange(len(self.producers), dtype=np.float64))
-        low = np.floor(position).astype(np.intp)
-        high = np.minimum(low + 1, len(self.producers) - 1)
-        weight = position - low
-        lower = np.take_along_axis(rows, low[None], axis=0)[0]
-        upper = np.take_along_axis(rows, high[None], axis=0)[0]
-        return np.asarray((1.0 - weight) * lower + weight * upper)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,10 +69,18 @@ class Mechanism:
     R_GBps: ProducerCurve
     Q_bytes: ProducerCurve
     Q_slowest_bytes: ProducerCurve
-    visibility_us: float
+    visibility_us: NotNegative
     R_both_GBps: ProducerCurve | None = None
     intervals: dict[str, Interval] = dataclasses.field(default_factory=dict)
-    shares: tuple[float, ...] = ()
+    shares: tuple[Positive, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("R_GBps", "R_both_GBps"):
+            curve = getattr(self, name)
+            if curve is not None and min(curve.values) <= 0.0:
+                raise ProfileError(
+                    f"machine profile: {name}: expected rates above 0, got {curve.values}"
+                )
 
     def extrapolates(self, K: float, B_bytes: float) -> list[str]:
         """Why an answer for K producers of B bytes lies outside of what was measured, in words.
@@ -168,9 +112,9 @@ class Shadow:
         that the wait has a ceiling; None when both use one queue and the whole burst goes first.
     """
 
-    base_us: float
+    base_us: NotNegative
     passed_bytes: ProducerCurve
-    cross_bytes: float | None
+    cross_bytes: NotNegative | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,13 +126,13 @@ class Gpu:
 
     name: str
     capability: str
-    num_sms: int
-    sm_clock_mhz: float
-    power_limit_w: float
-    l2_bytes: int
-    smem_bytes: int
+    num_sms: Count
+    sm_clock_mhz: Positive
+    power_limit_w: NotNegative
+    l2_bytes: Size
+    smem_bytes: Size
     link: str
-    link_nominal_GBps: float
+    link_nominal_GBps: NotNegative
     driver: str | None = None
 
 
@@ -215,14 +159,19 @@ class Rates:
         One direction by the copy engine: what a drained link carries at best.
     """
 
-    matrix_tflops: dict[str, float]
-    hbm_GBps: float
-    l2_GBps: float
-    tile_overhead_us: float
-    launch_us: float
-    flag_us: float
-    pull_GBps: float
-    copy_engine_GBps: float
+    matrix_tflops: dict[str, Positive]
+    hbm_GBps: Positive
+    l2_GBps: Positive
+    tile_overhead_us: NotNegative
+    launch_us: NotNegative
+    flag_us: NotNegative
+    pull_GBps: Positive
+    copy_engine_GBps: Positive
+
+    def __post_init__(self) -> None:
+        if "bf16" not in self.matrix_tflops:
+            known = ", ".join(self.matrix_tflops) or "none"
+            raise ProfileError(f"machine profile: matrix_tflops: expected a bf16 rate, got {known}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,11 +201,12 @@ class MachineProfile:
     name: str
     provenance: Provenance
     source: str
-    world: int
+    world: Count
     gpu: Gpu
-    mechanisms: dict[str, Mechanism]
-    shadow: dict[str, Shadow]
-    rates: Rates
+    # Dictionaries have no hash; equality compares them. The planner looks decisions up by profile.
+    mechanisms: dict[str, Mechanism] = dataclasses.field(hash=False)
+    shadow: dict[str, Shadow] = dataclasses.field(hash=False)
+    rates: Rates = dataclasses.field(hash=False)
     command: str | None = None
     date: str | None = None
 
@@ -301,11 +251,6 @@ class MachineProfile:
 
     def to_json(self) -> str:
         """The profile as indented JSON; numeric rows stay on one line each."""
-        return self._json
-
-    @functools.cached_property
-    def _json(self) -> str:
-        # Made once: the planner looks decisions up by it.
         return dump(dataclasses.asdict(self)) + "\n"
 
     def save(self, path: str | pathlib.Path) -> None:
@@ -392,9 +337,6 @@ def gpu_key(name: str) -> str:
     return " ".join(word for word in words if not word.endswith(noise))
 
 
-def _check_nodes(what: str, nodes: tuple[float, ...], num_values: int) -> None:
-    increasing = all(a < b for a, b in itertools.pairwise(nodes))
-    if not nodes or nodes[0] <= 0 or not increasing or len(nodes) != num_values:
-        raise ProfileError(
-            f"machine profile: {what}: expected {num_values} positive increasing nodes, got {nodes}"
-        )
+# At import, beside torch's seconds: the first decision of a process shall not wait for files.
+for _name in bundled():
+    _read(_name)

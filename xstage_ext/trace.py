@@ -8,13 +8,14 @@ trace.save_chrome("trace.json"); trace.save_picture("trace.png"); print(trace.su
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from ._json import dumps
 
 TRACKS = ("phases", "math 0", "math 1", "pull")
 KINDS = ("", "tile", "prologue", "pull", "tail", "combine")
@@ -118,7 +119,7 @@ class MegaMoETrace:
             for cta in sorted({s.cta for s in self.spans})
             for i, track in enumerate(TRACKS)
         ]
-        pathlib.Path(path).write_text(json.dumps({"traceEvents": names + events}), "utf-8")
+        pathlib.Path(path).write_text(dumps({"traceEvents": names + events}), "utf-8")
 
     def save_picture(self, path: str | pathlib.Path, ctas: int = 16) -> None:
         """A timeline of the first CTAs: math warpgroups and phases of each."""

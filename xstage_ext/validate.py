@@ -11,7 +11,6 @@ import dataclasses
 import datetime
 import hashlib
 import itertools
-import json
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +20,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from . import _measure, _scores
+from ._json import dumps
 from ._measure import Row
 from ._session import Session, on_all_gpus
 from .burst import Point
@@ -257,9 +257,7 @@ def _write_predictions(
         "shadows": shadows,
     }
     text = (
-        json.dumps(record)
-        .replace('{"family"', '\n{"family"')
-        .replace('{"mechanism"', '\n{"mechanism"')
+        dumps(record).replace('{"family"', '\n{"family"').replace('{"mechanism"', '\n{"mechanism"')
     )
     (out / "predictions.json").write_text(text + "\n", encoding="utf-8")
 
@@ -278,9 +276,7 @@ def run(out: pathlib.Path, profile_source: str | None = None) -> dict[str, Any] 
     scores = _scores.score(result["rows"], result["shadows"], profile)
     record = {"profile": profile.name, "scores": scores} | result
     text = (
-        json.dumps(record)
-        .replace('{"family"', '\n{"family"')
-        .replace('{"mechanism"', '\n{"mechanism"')
+        dumps(record).replace('{"family"', '\n{"family"').replace('{"mechanism"', '\n{"mechanism"')
     )
     (out / "validation.json").write_text(text + "\n", encoding="utf-8")
     report = _scores.markdown(scores, profile, FAMILIES)

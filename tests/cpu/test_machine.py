@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -74,6 +75,42 @@ def test_refuses_by_name(change, message):
     data = json.loads(machine.load("h200x2").to_json()) | change
     with pytest.raises(ProfileError, match=message):
         machine.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("rates hbm_GBps", -1.0, r"rates: hbm_GBps: expected a number above 0, got -1\.0"),
+        ("rates pull_GBps", 0, "rates: pull_GBps: expected a number above 0, got 0"),
+        ("rates launch_us", -100.0, "launch_us: expected a number of 0 or more, got -100"),
+        ("rates l2_GBps", 10**400, "l2_GBps: expected a finite number, got 1000"),
+        ("rates matrix_tflops bf16", 0.0, "matrix_tflops.bf16: expected a number above 0, got 0"),
+        ("rates matrix_tflops", {"fp8": 1.0}, "matrix_tflops: expected a bf16 rate, got fp8"),
+        ("gpu num_sms", 0, "gpu: num_sms: expected a number of 1 or more, got 0"),
+        ("gpu l2_bytes", 10**400, "l2_bytes: expected an integer, got 1000"),
+        ("world", 0, "world: expected a number of 1 or more, got 0"),
+        ("mechanisms st visibility_us", -1.0, "visibility_us: expected a number of 0 or more"),
+        ("mechanisms st Q_bytes values", [1, -5, 1], r"Q_bytes: values\[1\]: expected .* got -5"),
+        ("mechanisms st R_both_GBps values", [0.0, 9.0], "R_both_GBps: expected rates above 0"),
+        ("shadow st/load cross_bytes", -1.0, "st/load: cross_bytes: expected a number of 0"),
+    ],
+)
+def test_refuses_numbers_out_of_range_by_name(path, value, message):
+    data = json.loads(machine.load("h200x2").to_json())
+    *parents, last = path.split()
+    place = data
+    for name in parents:
+        place = place[name]
+    place[last] = value
+    with pytest.raises(ProfileError, match=message):
+        machine.from_json(json.dumps(data))
+
+
+def test_profiles_are_equal_and_found_by_content():
+    one, other = (machine.from_json(machine.load("h200x2").to_json()) for _ in range(2))
+    assert one is not other and one == other and hash(one) == hash(other)
+    slower = dataclasses.replace(one, rates=dataclasses.replace(one.rates, hbm_GBps=1.0))
+    assert slower != one
 
 
 def test_refuses_text_and_missing_files():

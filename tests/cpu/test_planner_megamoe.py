@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 import time
 
 import pytest
@@ -63,14 +64,21 @@ def test_every_family_has_a_possible_plan_that_finishes(problem: MoEProblem) -> 
 
 
 def test_a_decision_takes_less_than_a_millisecond() -> None:
-    """Not from the cache. The best of a few: other processes share the machine."""
-    choose(LARGE, PROFILE)  # reads the weights
-    times = []
-    for tokens in range(4000, 4020):
-        start = time.perf_counter()
-        choose(dataclasses.replace(LARGE, tokens=tokens), PROFILE)
-        times.append(time.perf_counter() - start)
-    assert min(times) < 1e-3
+    """Over many problems, none from the cache; again it takes a tenth of that. Time of this thread:
+    other processes share the machine."""
+    asked = [dataclasses.replace(LARGE, tokens=tokens) for tokens in range(4000, 4101)]
+    planner._cached.cache_clear()
+    medians = []
+    for _ in range(2):
+        times = []
+        for problem in asked:
+            start = time.thread_time()
+            choose(problem, PROFILE)
+            times.append(time.thread_time() - start)
+        medians.append(statistics.median(times))
+    assert medians[0] < 1e-3 and medians[1] < 1e-4
+    found = planner._cached.cache_info()
+    assert (found.misses, found.hits) == (len(asked), len(asked))
 
 
 def test_the_ranking_follows_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:

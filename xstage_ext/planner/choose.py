@@ -160,7 +160,7 @@ def choose(
         profile = profile_here()
     given = tuple(sorted(overrides.items()))
     timed = measured.find(measured.asked_for(), problem, profile.gpu.name)
-    return _cached(_Asked(problem, profile.to_json(), ring_bytes, given, timed, profile))
+    return _cached(_Asked(problem, profile, ring_bytes, given, timed))
 
 
 def profile_here() -> machine.MachineProfile:
@@ -175,14 +175,13 @@ def profile_here() -> machine.MachineProfile:
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
-    """A question to the planner; profiles are equal when their texts are."""
+    """A question to the planner."""
 
     problem: MoEProblem
-    profile_json: str
+    profile: machine.MachineProfile
     ring_bytes: int
     given: tuple[tuple[str, int], ...]
     timed: measured.Entry | None
-    profile: machine.MachineProfile = dataclasses.field(compare=False, repr=False)
 
 
 @functools.lru_cache(maxsize=256)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from .. import _env, machine
-from .._json import build
+from .._json import build, dumps
 from ..errors import PlanError
 from . import ranking
 from .problem import MoEProblem
@@ -187,7 +187,7 @@ def save(path: pathlib.Path, entries: Sequence[Entry]) -> None:
         | {"us": dict(one.us), "source": one.source}
         for one in entries
     ]
-    text = json.dumps({"plans": lines}, indent=1) + "\n"
+    text = dumps({"plans": lines}, indent=1) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = _draft(path)
     draft.write_text(text, encoding="utf-8")

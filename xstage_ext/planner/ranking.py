@@ -128,3 +128,6 @@ def relative_times(problem: MoEProblem, profile: machine.MachineProfile) -> dict
         logs[AT_HOME] = min(logs.values()) - 1e-6
     least = min(logs.values())
     return {name: math.exp(logs[name] - least) for name in sorted(logs, key=lambda n: logs[n])}
+
+
+fitted()  # at import: the first decision of a process shall not wait for files
