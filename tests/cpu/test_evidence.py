@@ -258,10 +258,10 @@ def test_attention_table(evidence, tmp_path):
     assert result.exit_code == 0, result.output
     assert "| s4096 12x128 | 4096 | 100.0 | +4.0 | - | +20.0 | +50.0 | - |" in result.output
     # Neighbours in time say less than medians do: they are what counts.
-    lines[1] |= {"over_fa3": 1.002, "over_low": 0.999, "over_high": 1.005}
+    lines[1] |= {"over_fa3": 1.02, "over_low": 0.99, "over_high": 1.05}
     write(tmp_path / "attention.jsonl", lines)
     result = CliRunner().invoke(evidence.app, ["attention"])
-    assert "| 100.0 | +0.2 [-0.1 +0.5] | - | +20.0 | +50.0 | - |" in result.output
+    assert "| 100.0 | +2.0 [-1.0 +5.0] | - | +20.0 | +50.0 | - |" in result.output
     assert "cost cannot be told from zero for s4096." in result.output
 
 
