@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import json
 import pathlib
 
@@ -12,6 +13,7 @@ import pytest
 
 from xstage_ext import machine
 from xstage_ext._faults import layout
+from xstage_ext.testing import Routing
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PROFILE = machine.load("h200x2")
@@ -50,6 +52,54 @@ def test_the_drawn_routing_is_what_the_configuration_says(benchmarks, index):
     # Dispatch and combine cross the link, each row once.
     remote = config.tokens * config.topk * config.remote_share
     assert load.egress_bytes == pytest.approx(2 * remote * 2 * config.hidden, rel=0.1)
+
+
+def with_rates(tflops, memory_GBps, link_GBps):
+    """The profile with round numbers; one direction alone is twice as fast."""
+    bulk = PROFILE.mechanism("bulk")
+    one, both = (type(bulk.R_GBps)((132.0,), (rate,)) for rate in (2 * link_GBps, link_GBps))
+    return dataclasses.replace(
+        PROFILE,
+        rates=dataclasses.replace(
+            PROFILE.rates, matrix_tflops={"bf16": tflops}, hbm_GBps=memory_GBps
+        ),
+        mechanisms={"bulk": dataclasses.replace(bulk, R_GBps=one, R_both_GBps=both)},
+    )
+
+
+def test_floors_by_hand(benchmarks):
+    """Three tokens, two ranks with three experts each, every row counted by hand."""
+    sweep, sweep_84 = benchmarks("_sweep"), benchmarks("sweep_84")
+    config = dataclasses.replace(
+        sweep.load_configs()[0],
+        **{"tokens": 3, "topk": 2, "hidden": 256, "intermediate": 128, "num_experts": 6},
+        **{"ranks": 4, "experts": 8},
+    )
+    ids = np.array([[[0, 3], [0, 4], [3, 2]], [[0, 3], [0, 2], [0, 5]]])
+    load = sweep.load_of(config, Routing(ids, np.full(ids.shape, 0.5), 7 / 12, 2.5, 7 / 6))
+    # Rank 0 has 3 rows of its own and 4 of rank 1's, by experts 0 and 2; rank 1 has 5.
+    assert load.rank == 0 and load.counts.tolist() == [[2, 0, 1], [3, 0, 1]]
+    facts = sweep_84.config_facts(config, load, with_rates(500.0, 4000.0, 400.0))
+    # Three matrices of 256 x 128, two operations or two bytes each.
+    assert facts["flops"] == 7 * 3 * 2 * 256 * 128
+    assert facts["compute_floor_us"] == pytest.approx(7 * 196608 / 500e6)
+    assert facts["weights_floor_us"] == pytest.approx(2 * 196608 / 4000e3)
+    # Out go results of 4 rows and 3 tokens that rank 1 pulls, 512 bytes each, both ways at once.
+    assert facts["egress_bytes"] == 7 * 512
+    assert facts["link_floor_us"] == pytest.approx(7 * 512 / 400e3)
+    assert (facts["ceiling_us"], facts["ceiling_by"]) == (facts["weights_floor_us"], "weights")
+    for rates, by in (((5.0, 4000.0, 400.0), "compute"), ((500.0, 4000.0, 4.0), "link")):
+        other = sweep_84.config_facts(config, load, with_rates(*rates))
+        floor = 7 * 196608 / 5e6 if by == "compute" else 7 * 512 / 4e3
+        assert other["ceiling_us"] == pytest.approx(floor) and other["ceiling_by"] == by
+    # What a dense product reached beside the measurements goes before the profile's rate.
+    beside = sweep.ceiling_of(load, PROFILE, 250.0)
+    assert beside.compute_us == pytest.approx(7 * 196608 / 250e6)
+    # The real layer: two of eight experts on four ranks, a token once to each other rank that has
+    # one of them, all results back.
+    visits = [len({e // 2 for e in two} - {0}) for two in itertools.combinations(range(8), 2)]
+    rows = 3 * (np.mean(visits) + 2 * 3 / 4)
+    assert facts["real_link_floor_us"] == pytest.approx(rows * 512 / 400e3)
 
 
 def test_no_prediction_beats_its_ceiling(benchmarks):

@@ -177,6 +177,57 @@ def test_wrong_results_are_shown_and_left_out(benchmarks, run, tmp_path):
     assert result.exit_code == 3 and "81 of 84 configurations are left" in result.output
 
 
+def test_a_picture_shows_every_ratio_and_ceiling(benchmarks, monkeypatch, tmp_path):
+    plt = importlib.import_module("matplotlib.pyplot")
+    shown = benchmarks("_sweep_report")
+    configs = benchmarks("_sweep").load_configs()[:2]
+    lines = measured_lines(benchmarks, configs, egress_bytes=1e6)
+    for line in lines:
+        if line["arm"] in shown.ARMS:
+            first = line["shape"] == configs[0].key
+            line |= (
+                {"flops": 3e9, "ceiling_us": 40.0} if first else {"flops": 5e9, "ceiling_us": 60.0}
+            )
+            line["us_median"] = {"wave/st": 120.0, "planner": 80.0 if first else 150.0}.get(
+                line["arm"], 100.0
+            )
+    write(tmp_path / "x.jsonl", lines)
+    monkeypatch.setattr(plt, "close", lambda figure: None)
+    text = _console_text(benchmarks, tmp_path / "x.jsonl")
+    figure = plt.gcf()
+    assert figure.axes[0].get_title().endswith("measured, profile h200x2 (measured)")
+    marks = [
+        (mark.get_marker(), *map(float, (*mark.get_xdata(), *mark.get_ydata())))
+        for mark in figure.axes[0].lines
+        if len(mark.get_xdata()) == 1
+    ]
+    assert sorted(marks) == [
+        ("_", 3000.0, 3.0),
+        ("_", 5000.0, 2.0),
+        ("o", 3000.0, 1.5),
+        ("o", 5000.0, 0.8),
+    ]
+    assert f"regression 0.800x {configs[1].name}\n" in text
+
+
+def test_the_second_table_has_floors_bytes_and_spans(benchmarks, tmp_path):
+    config = benchmarks("_sweep").load_configs()[0]
+    floors = {"compute_floor_us": 11.1, "link_floor_us": 22.2, "weights_floor_us": 33.3}
+    floors |= {"real_link_floor_us": 44.4, "egress_bytes": 55.5e6}
+    lines = measured_lines(benchmarks, [config], **floors)
+    lines[-1]["matrix_tflops"] = 666.0
+    for line in lines:
+        if line["arm"] == "planner":
+            line["measured_as"] = "mixed st 32 g8"
+    trace = {"op": "megamoe_trace", "shape": config.key, "world": 2, "n": 20, "commit": "abc"}
+    for arm, spans in (("wave/st", (3.25, 9.5)), ("mixed st 32 g8", (2.0, 4.5))):
+        names = ("linear2_span_us", "linear2_span_p90_us")
+        lines.append(trace | {"arm": arm, "ok": None} | dict(zip(names, spans, strict=True)))
+    write(tmp_path / "x.jsonl", lines)
+    text = " ".join(_console_text(benchmarks, tmp_path / "x.jsonl").split())
+    assert "balanced 55.5 11.1 22.2 33.3 44.4 666 100 3.2/9.5 2.0/4.5" in text
+
+
 def test_parts_that_do_not_fit_are_refused(benchmarks, run, tmp_path):
     lines = measured_lines(benchmarks, benchmarks("_sweep").load_configs()[:2])
     write(tmp_path / "sweep_84.part-1-of-3.jsonl", lines[:7])
