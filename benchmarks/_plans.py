@@ -135,9 +135,13 @@ def regret(plans: Sequence[Measured], chosen: Measured) -> float:
 
 def regret_alone(plans: Sequence[Measured], chosen: Measured) -> float | None:
     """The same where every plan follows itself; None where the choice was not timed so."""
-    if len(chosen.alone_us) != 2:
+    if not chosen.alone_us:
         return None
-    return _regret([p for p in plans if len(p.alone_us) == 2], chosen, lambda plan: plan.alone_us)
+    return _regret([p for p in plans if p.alone_us], chosen, _halves_alone)
+
+
+def _halves_alone(plan: Measured) -> tuple[float, float]:
+    return statistics.fmean(plan.alone_us[::2]), statistics.fmean(plan.alone_us[1::2])
 
 
 def _regret(

@@ -222,14 +222,14 @@ def time_plans(
     return sequence
 
 
-ALONE_PASSES = 2
+ALONE_PASSES = 4
 """Every plan runs by itself so many times."""
-ALONE_WARM_S, ALONE_S = 0.08, 0.12
+ALONE_WARM_S, ALONE_S = 0.06, 0.06
 """Each time for so long: first until clock and power have settled, then by the clock."""
 
 
-def time_alone(calls: Mapping[str, Call], usual_us: Mapping[str, float]) -> dict[str, list[float]]:
-    """Time per call of every plan when it follows itself, us, by pass.
+def time_alone(calls: Mapping[str, Call], usual_us: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Time per call of every plan when it follows itself, us, in the order of time.
 
     In turns all plans share one clock, whatever power each draws. A layer that is called again and
     again pays for its own.
@@ -262,10 +262,7 @@ def time_alone(calls: Mapping[str, Call], usual_us: Mapping[str, float]) -> dict
             times.append(begin.elapsed_time(end) * 1e3 / counted)
     slowest = torch.tensor(times, dtype=torch.float64, device="cuda")
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    for name, us in zip(names, slowest.tolist(), strict=True):
-        found[name].append(us)
-    return found
+    return list(zip(names, slowest.tolist(), strict=True))
 
 
 def distinct(named: Iterable[tuple[str, MegaMoePlan]]) -> dict[str, MegaMoePlan]:

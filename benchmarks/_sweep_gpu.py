@@ -204,7 +204,7 @@ def time_alone_of(
     usual = {name: times[name].us_median for name in kept}
     most = NEAR * min(usual.values())
     names = [name for name in usual if name in task.timed or usual[name] <= most]
-    return time_alone({name: calls[name] for name in names}, usual)
+    return levelled(time_alone({name: calls[name] for name in names}, usual))
 
 
 TRACED = ("wave/st", "planner")
@@ -235,7 +235,7 @@ def _plans_row(
 
     `halves_us` are medians of every other sample: choose by one, judge by the other. `samples_us`
     are in the order of the rounds, as the clock said; times are of levelled samples. `alone_us` are
-    times by themselves, by pass; `matrix_tflops` is what a dense product reached in the rounds.
+    times alone, levelled, by pass; `matrix_tflops` is what a dense product reached in the rounds.
     """
     plans = []
     for name, plan in task.plans.items():
