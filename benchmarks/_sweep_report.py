@@ -81,12 +81,14 @@ def by_config(lines: Iterable[Line]) -> dict[str, Found]:
     """Result lines by configuration (its key as JSON); a later line replaces an earlier one."""
     found: dict[str, Found] = {}
     for line in lines:
+        if line.get("op") not in ("megamoe", _plans.OP, _plans.TRACE_OP):
+            continue
         mine = found.setdefault(json.dumps(line["shape"]), Found())
         if line["op"] == "megamoe":
             mine.arms[line["arm"]] = line
         elif line["op"] == _plans.OP:
             mine.plans = line
-        elif line["op"] == _plans.TRACE_OP:
+        else:
             mine.traces[line["arm"]] = line
     return found
 
@@ -297,7 +299,14 @@ def _summary(shown: Shown, measured: bool) -> list[str]:
             f"worst {result.worst[0]:.2f}x ({result.worst[1]}), {len(result.regressions)} below 1"
         )
         if (baseline, arm) == (BASELINE, "planner") and measured:
-            lines += [f"    regression {ratio:.3f}x {name}" for ratio, name in result.regressions]
+            both = {
+                name: (one.us(BASELINE), one.us(arm))
+                for name, (_, one) in zip(names, shown, strict=True)
+            }
+            lines += [
+                "    regression {:.3f}x {}: {:.1f} us, {:.1f} us".format(ratio, name, *both[name])
+                for ratio, name in result.regressions
+            ]
     lines += _alone(shown)
     for label, chosen in (("all", shown), ("held-out", [s for s in shown if s[0].held_out])):
         if chosen:

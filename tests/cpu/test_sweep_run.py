@@ -177,6 +177,56 @@ def test_wrong_results_are_shown_and_left_out(benchmarks, run, tmp_path):
     assert result.exit_code == 3 and "81 of 84 configurations are left" in result.output
 
 
+def test_a_measured_run_ends_with_its_status(benchmarks, run, monkeypatch, tmp_path):
+    """As on two GPUs: what is left, what was wrong, and what is only of an earlier run."""
+    sweep_84, gpu, report = (benchmarks(name) for name in ("sweep_84", "_sweep_gpu", "_report"))
+    monkeypatch.setattr(sweep_84.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sweep_84.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(sweep_84.machine, "load_here", lambda name: PROFILE)
+    configs = benchmarks("_sweep").load_configs()
+    path = tmp_path / "sweep_84.only-0-1.jsonl"
+    jobs = []
+
+    def measures(*numbers, **more):
+        """The next run measures these and no more."""
+        facts = {"commit": report.commit()} | more
+
+        def launch(job):
+            jobs.append(job)
+            if numbers:
+                fresh = {"date": report.now()} | facts
+                write(path, measured_lines(benchmarks, [configs[i] for i in numbers], **fresh))
+
+        monkeypatch.setattr(gpu, "launch", launch)
+
+    def status(*arguments):
+        result = run("--only", "0,1", *arguments)
+        return result.exit_code, result.output
+
+    measures()
+    code, output = status()
+    assert code == 3 and "no complete configuration" in output
+    assert "2 of 2 configurations are left: go on with --resume" in output
+    measures(0)
+    code, output = status()
+    assert code == 3 and "1 of 2 configurations are left: go on with --resume" in output
+    measures(0, 1)
+    assert status()[0] == 0
+    assert [config.index for config in jobs[-1].configs] == [0, 1] and jobs[-1].pairs == 20
+    # Nothing is missing when the run goes on; more samples or another commit are.
+    measures()
+    assert status("--resume")[0] == 0
+    assert "2 of 2 configurations are left" in status("--resume", "--pairs", "21", "3")[1]
+    measures(0, 1, commit="other")
+    assert "2 of 2 configurations are left" in status("--resume")[1]
+    # A run that measured nothing does not answer for the file it found.
+    measures(0, 1, date="2026-01-01T00:00:00+00:00")
+    assert "2 of 2 configurations are left" in status()[1]
+    measures(0, 1, ok=False)
+    code, output = status()
+    assert code == 1 and "WRONG results in 2 configurations: Qwen" in output
+
+
 def test_a_picture_shows_every_ratio_and_ceiling(benchmarks, monkeypatch, tmp_path):
     plt = importlib.import_module("matplotlib.pyplot")
     shown = benchmarks("_sweep_report")
@@ -207,7 +257,7 @@ def test_a_picture_shows_every_ratio_and_ceiling(benchmarks, monkeypatch, tmp_pa
         ("o", 3000.0, 1.5),
         ("o", 5000.0, 0.8),
     ]
-    assert f"regression 0.800x {configs[1].name}\n" in text
+    assert f"regression 0.800x {configs[1].name}: 120.0 us, 150.0 us\n" in text
 
 
 def test_the_second_table_has_floors_bytes_and_spans(benchmarks, tmp_path):
