@@ -336,7 +336,7 @@ def regret(lines: Sequence[Line], profile: machine.MachineProfile) -> Exhibit:
     )
     if any(alone.values()):
         text += (
-            " *Alone*: every plan follows itself for 0.12 s, four times, at the clock that its own "
+            " *Alone*: every plan follows itself for 0.1 s, four times, at the clock that its own "
             "power allows; two passes say which is best, the others what it takes."
         )
     return Exhibit(text, tables, figure)

@@ -224,7 +224,7 @@ def time_plans(
 
 ALONE_PASSES = 4
 """Every plan runs by itself so many times."""
-ALONE_WARM_S, ALONE_S = 0.06, 0.06
+ALONE_WARM_S, ALONE_S = 0.05, 0.05
 """Each time for so long: first until clock and power have settled, then by the clock."""
 
 

@@ -193,7 +193,7 @@ def measure(
     return [*rows, *spans, _plans_row(task, samples, raw, ok, alone, matrix_tflops)]
 
 
-NEAR = 1.08
+NEAR = 1.06
 """Plans that take more than so many times the fastest in turns are not timed alone."""
 
 

@@ -12,8 +12,7 @@
 # LIMIT_S scales every limit (default 1). Outside of git write the commit into a file COMMIT: it stands in
 # every result.
 #
-# On two H200 every step but two ran through this script, in two calls; bench-burst and bench-models ran by the
-# same commands.
+# On two H200 all steps ran through this script, in several calls.
 set -u
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
@@ -91,7 +90,7 @@ if ((gpus >= ranks)); then
   step bench-a2a 180 "${launch[@]}" benchmarks/bench_a2a.py
   step bench-models 90 "${launch[@]}" benchmarks/bench_model.py flux qwen-image wan2.2-720p hunyuan \
     --proxy-world 8 --pairs 20 --out models.jsonl
-  step sweep 480 "${launch[@]}" benchmarks/sweep_84.py --record
+  step sweep 480 "${launch[@]}" benchmarks/sweep_84.py --record --budget-s 420
   step traces 60 python3 benchmarks/evidence.py spans --measure --record
   step bench-handshake 120 "${launch[@]}" benchmarks/bench_handshake.py
   step bench-burst 120 python3 benchmarks/bench_burst.py
