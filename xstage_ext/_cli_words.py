@@ -11,10 +11,21 @@ import numpy.typing as npt
 import typer
 
 from .errors import PlanError
+from .planner.measured import try_folder
 from .planner.problem import MoEProblem
 from .testing import LAWS, make_routing
 
 SHAPE_HELP = "hidden x intermediate x experts x topk, e.g. 4096x1536x192x8"
+
+MOST = 1 << 40
+"""Of integers without a limit of their own: what arithmetic with floats surely holds."""
+
+
+def finite(value: float) -> float:
+    """A number that is neither infinite nor none."""
+    if not math.isfinite(value):
+        raise typer.BadParameter(f"expected a finite number, got {value}")
+    return value
 
 
 def moe_problem(
@@ -61,9 +72,15 @@ def head_counts(heads: str) -> tuple[int, int]:
 
 
 def png(path: pathlib.Path | None) -> pathlib.Path | None:
-    """The path of a picture to write."""
-    if path is not None and path.suffix.lower() != ".png":
+    """The path of a picture to write; its folder is made and tried before the work begins."""
+    if path is None:
+        return None
+    if path.suffix.lower() != ".png" or path.is_dir():
         raise typer.BadParameter(f"expected a file name that ends in .png, got {path}")
+    try:
+        try_folder(path)
+    except OSError as error:
+        raise typer.BadParameter(f"{path}: {error.strerror}") from None
     return path
 
 

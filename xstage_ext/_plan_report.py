@@ -1,59 +1,48 @@
-"""What `xstage plan` says about a mixture-of-experts layer: the law's numbers, and why."""
+"""What `xstage plan` says about a layer: the law's numbers, and why."""
 
 from __future__ import annotations
 
 import dataclasses
 import pathlib
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
+from ._attention_report import AttentionReport
+from ._burst_report import HEAD, LAW, BurstReport, beyond_measurement
 from .machine import MachineProfile
-from .model import BurstGap, Regime, burst_shadow
-from .planner import measured, ranking
-from .planner.choose import Decision, choose, family_plan, predicted_us, profile_here
+from .model import BurstGap, burst_shadow
+from .planner import measured
+from .planner.attention_choice import AttentionProblem
+from .planner.choose import (
+    RING_BYTES,
+    Decision,
+    choose,
+    family_plans,
+    predicted_us,
+    profile_here,
+)
 from .planner.megamoe import MegaMoePlan
 from .planner.problem import MoEProblem
-from .simulate import TILE_COLUMNS, Assumptions, Simulation, simulate_megamoe, tile_us
+from .simulate import (
+    TILE_COLUMNS,
+    TYPICAL_ERROR,
+    Assumptions,
+    Simulation,
+    simulate_megamoe,
+    tile_us,
+)
 
 MECHANISMS = ("st", "bulk")
 
 
 @dataclasses.dataclass(frozen=True)
-class BurstReport:
-    """The law for the tiles of Linear-2 in one order and by one mechanism; times in us.
-
-    Attributes
-    ----------
-    order : str
-        `"wave"`: Linear-2 tiles follow each other. `"interleaved"`: Linear-1 work lies between.
-    gap_us : float
-        Time without stores after a tile, G.
-    T_iss_us, free_running_us : float
-        Issue time when all SMs burst in step, and when nothing holds them in step.
-    shadow_us : float
-        Wait of a load issued right after the burst, when all SMs burst together.
-    """
-
-    order: str
-    mechanism: str
-    regime: str
-    V_bytes: float
-    drain_us: float
-    gap_us: float
-    T0_us: float
-    Q_bytes: float
-    capacity_term_us: float
-    recovery_gap_us: float | None
-    T_iss_us: float
-    free_running_us: float
-    completion_coupled_us: float
-    shadow_us: float
-
-
-@dataclasses.dataclass(frozen=True)
 class PlanReport:
-    """A decision with the numbers behind it."""
+    """A decision with the numbers behind it.
+
+    `alternatives`: what the simulator says of every family of plans, with the fields that the
+    caller gave; families that contradict these are left out.
+    """
 
     problem: MoEProblem
     decision: Decision
@@ -89,27 +78,40 @@ class PlanReport:
         draw_timeline(self.simulation, title, path)
 
     def second_opinion(self) -> str:
-        """Whether the simulator would choose alike, and who decides."""
+        """Whether the simulator would choose alike; if not, what that is worth and who decides."""
         times = dict(self.alternatives)
         fastest = min(times, key=lambda name: times[name])
-        if fastest == self.decision.family:
+        if times[fastest] == times[self.decision.family]:
             return "The simulator would choose alike."
         less = 1.0 - times[fastest] / times[self.decision.family]
+        told = f"The simulator would take {fastest}, {less:.1%} less"
         judge = "ranking" if self.timed is None else "table"
+        if not self.decision.covered:
+            this = ", ".join(self.decision.given)
+            what = f"such plans (given: {this})" if this else "a layer like this one"
+            return f"{told}. The {judge} decides, but nobody measured {what}."
+        if self.timed is not None:
+            return f"{told}. The table decides: it holds times of this layer."
+        if less < TYPICAL_ERROR:
+            return f"{told}. The ranking decides: plans differ by less than the simulator errs."
         return (
-            f"The simulator would take {fastest}, {less:.1%} less. The {judge} decides: plans "
-            "differ by less than the simulator errs."
+            f"{told}, more than it usually errs ({TYPICAL_ERROR:.0%}). The ranking, fitted to like "
+            "layers, decides; nobody measured this one, as `xstage tune` would."
         )
 
     def judged_by(self) -> str:
         """Where the expected times come from."""
+        given = ", ".join(self.decision.given)
+        besides = f", without what is given ({given})" if given else ""
         if self.timed is None:
-            return "a ranking fitted to measurements"
-        return f"times of this layer in the table of XSTAGE_PLANS: {self.timed or 'no source'}"
+            return f"a ranking fitted to measurements{besides}"
+        source = self.timed or "no source"
+        return f"times of this layer in the table of XSTAGE_PLANS: {source}{besides}"
 
     def text(self) -> str:
         """For people."""
         d, s = self.decision, self.simulation
+        expected = dict(d.expected)
         lines = [
             f"{d.action}: {d.reason}.",
             f"Predicted {s.total_us:.0f} us per rank and call by profile {d.profile} "
@@ -124,37 +126,18 @@ class PlanReport:
             "Families of plans (* chosen), by expected time over the fastest one's "
             f"({self.judged_by()}), and what the simulator says, us:",
             *(
-                f"{'*' if name == d.family else ' '} {name:<22} {ratio:6.3f}  {us:8.1f}"
-                for (name, us), (_, ratio) in zip(self.alternatives, d.expected, strict=True)
+                f"{'*' if name == d.family else ' '} {name:<22} {expected[name]:6.3f}  {us:8.1f}"
+                for name, us in self.alternatives
             ),
             self.second_opinion(),
             "",
-            "Linear-2 tiles (in step: max(T0, V/R - G, (V - Q)/R); free: max(T0, V/R - G)), us:",
-            "  order        store  regime     V MB   V/R     G    T0  Q MB    G*  in step   free"
-            "  fence  shadow",
+            f"Linear-2 tiles ({LAW}), us:",
+            f"  order        store  {HEAD}",
+            *(f"  {b.order:<12} {b.mechanism:<6} {b.cells()}" for b in self.bursts),
         ]
-        for b in self.bursts:
-            star = "  inf" if b.recovery_gap_us is None else f"{b.recovery_gap_us:5.1f}"
-            lines.append(
-                f"  {b.order:<12} {b.mechanism:<6} {b.regime:<9} {b.V_bytes / 1e6:5.2f} "
-                f"{b.drain_us:5.1f} {b.gap_us:5.1f} {b.T0_us:5.2f} {b.Q_bytes / 1e6:5.2f} {star} "
-                f"{b.T_iss_us:8.2f} {b.free_running_us:6.2f} {b.completion_coupled_us:6.1f} "
-                f"{b.shadow_us:7.1f}"
-            )
         plan = dataclasses.asdict(d.plan)
         lines += ["", "Plan: " + " ".join(f"{name}={value}" for name, value in plan.items())]
         return "\n".join(lines)
-
-
-def beyond_measurement(profile: MachineProfile, world: int) -> str | None:
-    """A sentence for worlds larger than those in which the profile was measured, else None."""
-    if world <= profile.world:
-        return None
-    return (
-        f"Not measured: profile {profile.name} knows bursts between {profile.world} GPUs, one "
-        f"destination each. For {world} GPUs the same rate per GPU is assumed, however many send "
-        "to one."
-    )
 
 
 def gaps_us(plan: MegaMoePlan, profile: MachineProfile) -> dict[str, float]:
@@ -179,39 +162,37 @@ def burst_reports(
             law = BurstGap.of(
                 profile.mechanism(name), K, B, remote_share=remote_share, both_directions=True
             )
-            star = float(law.recovery_gap())
-            reports.append(
-                BurstReport(
-                    order=order,
-                    mechanism=name,
-                    regime=Regime(int(law.regime(gap))).name.lower(),
-                    V_bytes=float(np.asarray(law.V_bytes)),
-                    drain_us=float(law.drain_us),
-                    gap_us=gap,
-                    T0_us=float(np.asarray(law.T0_us)),
-                    Q_bytes=float(np.asarray(law.Q_bytes)),
-                    capacity_term_us=float(law.capacity_term_us),
-                    recovery_gap_us=None if np.isinf(star) else star,
-                    T_iss_us=float(law.steady(gap)),
-                    free_running_us=float(law.free_running(gap)),
-                    completion_coupled_us=float(law.completion_coupled(gap)),
-                    shadow_us=float(burst_shadow(profile, name, "bulk_load", K, B * remote_share)),
-                )
-            )
+            shadow = float(burst_shadow(profile, name, "bulk_load", K, B * remote_share))
+            reports.append(BurstReport.of(order, name, law, gap, shadow))
     return tuple(reports)
 
 
+@overload
 def plan_report(
     problem: MoEProblem, profile: MachineProfile | None = None, **overrides: int
-) -> PlanReport:
+) -> PlanReport: ...
+
+
+@overload
+def plan_report(
+    problem: AttentionProblem, profile: MachineProfile | None = None, **overrides: int
+) -> AttentionReport: ...
+
+
+def plan_report(
+    problem: MoEProblem | AttentionProblem,
+    profile: MachineProfile | None = None,
+    **overrides: int,
+) -> PlanReport | AttentionReport:
     """Decide, and collect what explains the decision: `text()`, `as_dict()`, `picture(path)`.
 
     Parameters
     ----------
+    problem : MoEProblem or AttentionProblem
     profile : MachineProfile, optional
         `machine.load(name)`; None: this GPU's.
     **overrides : int
-        Fields of `MegaMoePlan` that are given, not chosen.
+        Fields of `MegaMoePlan` or launch fields of `AttentionPlan` that are given, not chosen.
 
     Raises
     ------
@@ -220,9 +201,18 @@ def plan_report(
     TypeError
         `problem` or `profile` is something else.
     """
-    _expect("problem", problem, MoEProblem, "xstage_ext.explain answers for attention")
-    if profile is not None:
-        _expect("profile", profile, MachineProfile, "xstage_ext.machine.load(name) reads one")
+    if not isinstance(problem, (MoEProblem, AttentionProblem)):
+        raise TypeError(
+            "xstage.plan_report: problem: expected a MoEProblem or an AttentionProblem, got "
+            f"{type(problem).__name__}"
+        )
+    if profile is not None and not isinstance(profile, MachineProfile):
+        raise TypeError(
+            "xstage.plan_report: profile: expected a MachineProfile, got "
+            f"{type(profile).__name__}; xstage_ext.machine.load(name) reads one"
+        )
+    if isinstance(problem, AttentionProblem):
+        return AttentionReport.of(problem, profile, overrides)
     profile = profile_here() if profile is None else profile
     timed = measured.find(measured.asked_for(), problem, profile.gpu.name)
     decision = choose(problem, profile, **overrides)
@@ -230,25 +220,15 @@ def plan_report(
         decision.plan, problem.even_counts(), profile, trace=True, num_tokens=problem.load
     )
     alternatives = tuple(
-        (name, predicted_us(problem, family_plan(problem, profile, _fields(name)), profile))
-        for name, _ in decision.expected
+        (name, predicted_us(problem, plan, profile))
+        for name, plan in family_plans(
+            problem, profile, RING_BYTES, overrides, [name for name, _ in decision.expected]
+        )
     )
     bursts = burst_reports(decision.plan, profile, problem.remote)
     beyond = beyond_measurement(profile, problem.world)
     source = None if timed is None else timed.source
     return PlanReport(problem, decision, alternatives, bursts, simulation, beyond, source)
-
-
-def _expect(name: str, value: object, kind: type, remedy: str) -> None:
-    if not isinstance(value, kind):
-        raise TypeError(
-            f"xstage.plan_report: {name}: expected a {kind.__name__}, got "
-            f"{type(value).__name__}; {remedy}"
-        )
-
-
-def _fields(family: str) -> dict[str, int]:
-    return ranking.DEFAULTS | ranking.FAMILIES[family]
 
 
 def draw_timeline(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import pathlib
 import platform
 import runpy
@@ -16,19 +14,24 @@ from rich.console import Console
 from rich.table import Table
 
 from . import _binary, _env, machine, simulate
+from ._attention_report import AttentionReport
+from ._burst_report import beyond_measurement
 from ._cli_words import (
+    MOST,
     SHAPE_HELP,
+    finite,
     head_counts,
     heaviest_rank,
     moe_problem,
     png,
     ranked_moe_problem,
 )
-from ._plan_report import beyond_measurement, plan_report
+from ._json import dumps
+from ._plan_report import PlanReport, plan_report
 from .errors import XStageError
 from .model import BurstGap, Regime, burst_shadow
-from .planner import attention_choice
 from .planner.attention import MAX_RANKS, even_split
+from .planner.attention_problem import AttentionProblem
 from .planner.choose import choose
 from .planner.megamoe import SCHEDULES, STORES
 from .version import __version__
@@ -68,7 +71,19 @@ def _profile(name: str | None) -> machine.MachineProfile:
 
 
 def _print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, indent=1, default=str))
+    typer.echo(dumps(value, indent=1))
+
+
+def _show(
+    report: PlanReport | AttentionReport, as_json: bool, picture: pathlib.Path | None
+) -> None:
+    if as_json:
+        _print_json(report.as_dict())
+    else:
+        typer.echo(report.text())
+    if picture is not None:
+        report.picture(picture)
+        typer.echo(f"picture {picture}", err=True)
 
 
 @plan_app.command("moe")
@@ -83,32 +98,27 @@ def plan_moe(
 ) -> None:
     """Plan a mixture-of-experts layer."""
     problem = moe_problem(shape, tokens, world, remote_share)
-    report = plan_report(problem, _profile(profile))
-    if as_json:
-        _print_json(report.as_dict())
-    else:
-        typer.echo(report.text())
-    if picture is not None:
-        report.picture(picture)
-        typer.echo(f"picture {picture}", err=True)
+    _show(plan_report(problem, _profile(profile)), as_json, picture)
 
 
 @plan_app.command("attention")
 def plan_attention(
     heads: Annotated[str, typer.Argument(help="Query heads, or query/key heads, e.g. 40/8.")],
-    head_dim: Annotated[int, typer.Option(min=1, help="Size of a head.")],
-    sequence: Annotated[int, typer.Option(help="Rows of the whole sequence.")],
+    *,
+    head_dim: Annotated[int, typer.Option(min=1, max=MOST, help="Size of a head.")],
+    sequence: Annotated[int, typer.Option(max=MOST, help="Rows of the whole sequence.")],
     world: Annotated[int, typer.Option(min=1, max=MAX_RANKS, help="Ranks of the group.")] = 8,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, max=MOST, help="Sequences.")] = 1,
     causal: Annotated[bool, typer.Option(help="Causal mask.")] = False,
     profile: Profile = None,
     as_json: AsJson = False,
+    picture: Picture = None,
 ) -> None:
     """Plan attention with its output All-to-All under Ulysses sequence parallelism."""
     query_heads, kv_heads = head_counts(heads)
     if sequence < 1:
         raise typer.BadParameter(f"sequence: expected 1 or more, got {sequence}")
-    problem = attention_choice.AttentionProblem(
+    problem = AttentionProblem(
         heads=query_heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -116,35 +126,25 @@ def plan_attention(
         batch=batch,
         causal=causal,
     )
-    used = _profile(profile)
-    decision = attention_choice.decide(problem, used)
-    beyond = beyond_measurement(used, world)
-    if as_json:
-        _print_json(dataclasses.asdict(decision) | {"not_measured": beyond})
-        return
-    if head_dim not in attention_choice.HEAD_DIMS:
-        sizes = " and ".join(map(str, attention_choice.HEAD_DIMS))
-        typer.echo(f"No kernel for head size {head_dim} (compiled: {sizes}): torch and NCCL run.")
-        typer.echo("With a kernel it would be:")
-    typer.echo(f"{decision.action}: {decision.reason}.")
-    times = ", ".join(f"{name} {us:.1f}" for name, us in decision.predicted_us.items())
-    typer.echo(f"Predicted us, profile {decision.profile} ({decision.provenance}): {times}.")
-    if beyond:
-        typer.echo(beyond)
+    _show(plan_report(problem, _profile(profile)), as_json, picture)
 
 
 @app.command()
 def explain(
-    producers: Annotated[int, typer.Option(min=1, help="SMs that store at once, K.")] = 132,
+    producers: Annotated[
+        int, typer.Option(min=1, max=MOST, help="SMs that store at once, K.")
+    ] = 132,
     nbytes: Annotated[
-        int, typer.Option("--bytes", min=1, help="Bytes per SM and burst, B.")
+        int, typer.Option("--bytes", min=1, max=MOST, help="Bytes per SM and burst, B.")
     ] = 65536,
     gap_us: Annotated[
-        float, typer.Option("--gap", min=0.0, help="Time between bursts, G, us.")
+        float,
+        typer.Option("--gap", min=0.0, callback=finite, help="Time between bursts, G, us."),
     ] = 10.0,
     mechanism: Annotated[str, typer.Option(help="st, bulk or tma.")] = "st",
     remote_share: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Share that crosses the link.")
+        float,
+        typer.Option(min=0.0, max=1.0, callback=finite, help="Share that crosses the link."),
     ] = 1.0,
     profile: Profile = None,
     as_json: AsJson = False,

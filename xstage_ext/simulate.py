@@ -24,6 +24,9 @@ COUPLINGS = {"law": 0.0, "completion": 1.0, "unbounded": 2.0}
 """`law`: stores hold the issuer up as the Burst-Gap law says. `completion`: it waits until they are
 visible. `unbounded`: stores never hold anybody up."""
 
+TYPICAL_ERROR = 0.03
+"""Median error over the sweep (docs/evidence/prediction.md), rounded up."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Assumptions:

@@ -86,7 +86,7 @@ def is_supported(problem: object, device: torch.device | str | int | None = None
 def explain(problem: object, device: torch.device | str | int | None = None) -> str:
     """What would happen to a problem on a device, and why, in a few sentences.
 
-    The numbers behind it, for a mixture-of-experts layer: `plan_report`.
+    The numbers behind it, as text, JSON and picture: `plan_report`.
     """
     named = named_device(device)
     reason = why_not(problem, named)

@@ -134,17 +134,30 @@ def test_plan_report_credits_the_table_that_decided(tmp_path, monkeypatch):
 
 
 def test_plan_report_names_what_it_cannot_take():
-    attention = xstage_ext.AttentionProblem(heads=8, kv_heads=8, head_dim=64, rows=(64, 64))
-    with pytest.raises(TypeError, match="problem: expected a MoEProblem, got AttentionProblem"):
-        xstage_ext.plan_report(attention)
+    with pytest.raises(TypeError, match="expected a MoEProblem or an AttentionProblem, got str"):
+        xstage_ext.plan_report("attention")
     problem = MoEProblem(world=1, num_experts=4, topk=2, hidden=64, intermediate=64, max_tokens=8)
     with pytest.raises(TypeError, match="profile: expected a MachineProfile, got str"):
         xstage_ext.plan_report(problem, "h100")
 
 
-def test_plan_attention():
+def strict(text):
+    """Parsed JSON, without the numbers that only Python takes."""
+
+    def refuse(name):
+        raise ValueError(name)
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_plan_attention(tmp_path):
     shape = ["16/4", "--head-dim", "128", "--sequence", "4096", "--world", "2"]
-    assert "Predicted us" in run("plan", "attention", *shape)
+    picture = tmp_path / "new" / "plan.png"
+    text = run("plan", "attention", *shape, "--picture", str(picture))
+    assert "Predicted us" in text and "regime" in text and "makespan" in text
+    assert picture.stat().st_size > 10_000
+    report = strict(run("plan", "attention", *shape, "--json"))
+    assert {burst["regime"] for burst in report["bursts"]} <= {"free", "drain", "capacity"}
     decision = json.loads(run("plan", "attention", *shape, "--json"))
     assert decision["action"] in ("piggyback", "serial")
     assert decision["predicted_us"]["fused"] > decision["predicted_us"]["attention"]
@@ -157,6 +170,28 @@ def test_explain_prints_the_law():
     assert values["regime"] == "free"
     assert "capacity-bound" in run("explain", "--bytes", "65536", "--gap", "40")
     assert "drain-bound" in run("explain", "--bytes", "32768", "--gap", "2")
+
+
+def test_explain_writes_json_that_every_parser_takes():
+    # One burst overfills the pipe: no gap recovers.
+    assert strict(run("explain", "--json"))["recovery_gap_us"] is None
+    free = strict(run("explain", "--bytes", "1024", "--gap", "99", "--json"))
+    assert free["bursts_until_onset"] is None and free["recovery_gap_us"] >= 0.0
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["plan", "moe", *MOE], ["plan", "attention", "8", "--head-dim", "64", "--sequence", "64"]],
+)
+def test_unwritable_pictures_are_refused_before_the_work(command, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(cli, "plan_report", lambda *args: pytest.fail("it planned first"))
+    (tmp_path / "file").touch()
+    (tmp_path / "folder.png").mkdir()
+    for path in (tmp_path / "file" / "p.png", tmp_path / "folder.png"):
+        result = CliRunner().invoke(cli.app, [*command, "--picture", str(path)])
+        assert result.exit_code == 2 and "--picture" in result.output, result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["file", "folder.png"]
 
 
 def test_simulate_lists_every_schedule_and_store():
@@ -232,6 +267,11 @@ def test_errors_are_one_line():
         (["explain", "--bytes", "0"], "--bytes"),
         (["explain", "--remote-share", "3"], "--remote-share"),
         (["explain", "--gap", "-1"], "--gap"),
+        (["explain", "--gap", "inf"], "'--gap': expected a finite number, got inf"),
+        (["explain", "--gap", "nan"], "--gap"),
+        (["explain", "--remote-share", "nan"], "--remote-share"),
+        (["explain", "--bytes", str(10**400)], "--bytes"),
+        (["plan", "attention", "8", "--head-dim", "64", "--sequence", str(10**400)], "--sequence"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, expected, monkeypatch):
@@ -257,7 +297,7 @@ def test_bench_of_ranks_says_how_to_start(name, monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here it would measure")
-@pytest.mark.parametrize("name", ["bench_attention", "bench_megamoe"])
+@pytest.mark.parametrize("name", ["bench_attention", "bench_megamoe", "bench_burst"])
 def test_bench_of_gpus_says_that_there_is_none(name, monkeypatch):
     result = CliRunner().invoke(cli.app, ["bench", name])
     assert str(result.exception) == f"{name} measures GPUs, and none is visible here"

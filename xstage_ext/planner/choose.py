@@ -16,6 +16,8 @@ from .. import _env, machine
 from ..errors import PlanError, ProfileError
 from ..simulate import simulate_megamoe
 from . import measured, ranking
+from .floors import Floors as Floors
+from .floors import floors as floors
 from .megamoe import (
     DISPATCHES,
     SCHEDULES,
@@ -47,30 +49,6 @@ DEFAULT_INSTANCES = (Instance(128, 256, 2),)
 
 
 @dataclasses.dataclass(frozen=True)
-class Floors:
-    """Least times of a call on one rank, us: arithmetic, bytes leaving, reading weights once."""
-
-    compute_us: float
-    egress_us: float
-    weights_us: float
-
-    @property
-    def binding(self) -> str:
-        """Which of them is largest, in words."""
-        by_time = {
-            self.compute_us: "arithmetic",
-            self.egress_us: "the link",
-            self.weights_us: "reading the weights",
-        }
-        return by_time[max(by_time)]
-
-    @property
-    def us(self) -> float:
-        """The largest."""
-        return max(self.compute_us, self.egress_us, self.weights_us)
-
-
-@dataclasses.dataclass(frozen=True)
 class Decision:
     """A plan, and why.
 
@@ -92,6 +70,10 @@ class Decision:
         Workspace bytes per rank.
     profile, provenance : str
         The machine profile, and whether it was measured.
+    given : tuple of str
+        Fields that the caller gave.
+    covered : bool
+        Whether such plans were timed, with this layer or with layers like it.
     """
 
     action: str
@@ -103,6 +85,8 @@ class Decision:
     bytes: int
     profile: str
     provenance: str
+    given: tuple[str, ...] = ()
+    covered: bool = True
 
 
 def instances() -> tuple[Instance, ...]:
@@ -113,19 +97,6 @@ def instances() -> tuple[Instance, ...]:
         return DEFAULT_INSTANCES
     found = [Instance(*map(int, line.split()[:3])) for line in lines if line.strip()]
     return tuple(dict.fromkeys(found)) or DEFAULT_INSTANCES
-
-
-def floors(problem: MoEProblem, profile: machine.MachineProfile) -> Floors:
-    """Least times of the problem on a machine."""
-    rates = profile.rates
-    curve = profile.mechanism("bulk").R_GBps
-    # Experts without rows are not read.
-    busy = min(1.0, problem.rows / problem.experts_per_rank)
-    return Floors(
-        compute_us=problem.flops / rates.matrix_tflops["bf16"] / 1e6,
-        egress_us=problem.egress_bytes / float(curve(profile.gpu.num_sms)) / 1e3,
-        weights_us=busy * problem.weight_bytes / rates.hbm_GBps / 1e3,
-    )
 
 
 def choose(
@@ -193,40 +164,53 @@ def _cached(asked: _Asked) -> Decision:
 def _decide(asked: _Asked, overrides: Mapping[str, int]) -> Decision:
     problem, profile, timed = asked.problem, asked.profile, asked.timed
     told = ranking.relative_times(problem, profile) if timed is None else timed.relative
-    family, plan = next(_plans(problem, profile, asked.ring_bytes, overrides, list(told)))
-    of = ranking.basis(problem, profile) if timed is None else "this one"
+    family, plan = next(family_plans(problem, profile, asked.ring_bytes, overrides, list(told)))
+    _, usual = next(family_plans(problem, profile, asked.ring_bytes, {}, [family]))
+    alike = timed is not None or ranking.covers(problem, profile)
     least = floors(problem, profile)
     return Decision(
         action=SCHEDULES[plan.schedule],
         family=family,
         plan=plan,
-        reason=_reason(family, told, least, plan, of),
+        reason=_reason(asked, family, plan, told, least, plan == usual),
         expected=tuple(told.items()),
         floors=least,
         bytes=plan.bytes(),
         profile=profile.name,
         provenance=profile.provenance,
+        given=tuple(overrides),
+        covered=alike and plan == usual,
     )
 
 
 def _reason(
-    family: str, told: Mapping[str, float], least: Floors, plan: MegaMoePlan, of: str
+    asked: _Asked,
+    family: str,
+    plan: MegaMoePlan,
+    told: Mapping[str, float],
+    least: Floors,
+    as_timed: bool,
 ) -> str:
+    """`as_timed`: the plan is as its family was timed; what is given changes nothing."""
     schedule = ranking.FAMILIES[family]["schedule"]
     others = [us for name, us in told.items() if ranking.FAMILIES[name]["schedule"] != schedule]
     other = "interleaved" if plan.schedule == 0 else "wave"
     floor = f"{least.us:.{0 if least.us >= 10 else 2}f}"
     text = f"{least.binding} sets the floor ({floor} us)"
-    if plan.schedule != schedule:
-        return f"{text}; the schedule is given"
-    text += f"; {SCHEDULES[schedule]} with {STORES[plan.store]} stores"
-    if others:
+    text += f"; {SCHEDULES[plan.schedule]} with {STORES[plan.store]} stores"
+    if as_timed and others:
         gain = 1.0 - told[family] / min(others)
         text += f" takes {abs(gain):.1%} {'less' if gain >= 0 else 'more'} than the best {other}"
-    text += f", by measurements of {of}"
+    if as_timed and asked.timed is not None:
+        text += ", by measurements of this one"
+    elif as_timed:
+        alike = ranking.covers(asked.problem, asked.profile)
+        of = "like layers" if alike else "other layers (none like it was measured)"
+        text += f", by measurements of {of}"
     if plan.schedule == 1:
         text += f"; Linear-1 leads by {plan.lead_blocks} m-blocks"
-    return text
+    names = ", ".join(name for name, _ in asked.given)
+    return f"{text}; given: {names}" if names else text
 
 
 def predicted_us(problem: MoEProblem, plan: MegaMoePlan, profile: machine.MachineProfile) -> float:
@@ -243,10 +227,12 @@ def candidates(
 ) -> Iterator[MegaMoePlan]:
     """Plans worth judging, each once; every one is possible."""
     given, names = dict(overrides or {}), list(ranking.FAMILIES)
-    yield from dict.fromkeys(plan for _, plan in _plans(problem, profile, ring_bytes, given, names))
+    yield from dict.fromkeys(
+        plan for _, plan in family_plans(problem, profile, ring_bytes, given, names)
+    )
 
 
-def _plans(
+def family_plans(
     problem: MoEProblem,
     profile: machine.MachineProfile,
     ring_bytes: int,

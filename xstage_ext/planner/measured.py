@@ -208,6 +208,11 @@ def check_writable(path: pathlib.Path) -> None:
     """Before a long run: what `add` would raise after it."""
     if path.exists():
         load(path)
+    try_folder(path)
+
+
+def try_folder(path: pathlib.Path) -> None:
+    """Make the folder of a file and write there, so that an OSError comes early."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = _draft(path)
     draft.touch()

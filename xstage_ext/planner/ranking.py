@@ -115,10 +115,9 @@ def fitted() -> Ranking:
     return Ranking(data["weights"], ranges, data["source"])
 
 
-def basis(problem: MoEProblem, profile: machine.MachineProfile) -> str:
-    """Which layers were measured for this one's ranking, for texts."""
-    alike = fitted().covers(features(problem, profile))
-    return "like layers" if alike else "other layers (none like it was measured)"
+def covers(problem: MoEProblem, profile: machine.MachineProfile) -> bool:
+    """Whether layers like this one were measured for its ranking."""
+    return fitted().covers(features(problem, profile))
 
 
 def relative_times(problem: MoEProblem, profile: machine.MachineProfile) -> dict[str, float]:
