@@ -52,8 +52,9 @@ __device__ __forceinline__ TokenSlots load_slots(MegaMoeParams const& params, Ca
   return slots;
 }
 
-// kChunks x 512 bytes of a row, from `first` on, by one warp.
-template <int kChunks>
+constexpr int kPieceChunks = 2;  // of 512 bytes: what a warp adds up at once without its ring
+
+// That much of a row, from `first` on, by one warp.
 __device__ __forceinline__ void combine_piece(MegaMoeParams const& params, int32_t token,
                                               TokenSlots slots, int32_t first) {
   constexpr int kBatch = 4;  // slots whose loads are in flight together
@@ -64,10 +65,10 @@ __device__ __forceinline__ void combine_piece(MegaMoeParams const& params, int32
   char const* const rows =
       own.combine_row<char>(plan, params.layout, 0, 0) + int64_t{1} * token * row_bytes + offset;
   int64_t const slot_stride = int64_t{1} * plan.max_tokens * row_bytes;
-  float acc[kChunks][8] = {};
+  float acc[kPieceChunks][8] = {};
   uint32_t left = __ballot_sync(0xffffffffu, slots.used);
   while (left != 0) {
-    uint4 values[kBatch][kChunks];
+    uint4 values[kBatch][kPieceChunks];
     uint32_t ahead = left;
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
@@ -75,7 +76,7 @@ __device__ __forceinline__ void combine_piece(MegaMoeParams const& params, int32
       char const* const from = rows + (__ffs(ahead) - 1) * slot_stride;
       ahead &= ahead - 1;
 #pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
+      for (int c = 0; c < kPieceChunks; ++c) {
         bool const inside = offset + c * 512 < row_bytes;
         values[b][c] = inside ? __ldcg(reinterpret_cast<uint4 const*>(from + c * 512)) : uint4{};
       }
@@ -86,12 +87,12 @@ __device__ __forceinline__ void combine_piece(MegaMoeParams const& params, int32
       float const weight = __shfl_sync(0xffffffffu, slots.weight, __ffs(left) - 1);
       left &= left - 1;
 #pragma unroll
-      for (int c = 0; c < kChunks; ++c) add_weighted(acc[c], values[b][c], weight);
+      for (int c = 0; c < kPieceChunks; ++c) add_weighted(acc[c], values[b][c], weight);
     }
   }
   char* const y = reinterpret_cast<char*>(params.y) + int64_t{1} * token * row_bytes + offset;
 #pragma unroll
-  for (int c = 0; c < kChunks; ++c) {
+  for (int c = 0; c < kPieceChunks; ++c) {
     if (offset + c * 512 >= row_bytes) continue;
     store_sum(y + c * 512, acc[c], params.routed_scale);
   }
@@ -101,8 +102,8 @@ __device__ __forceinline__ void combine_piece(MegaMoeParams const& params, int32
 __device__ __forceinline__ void combine_row_of(MegaMoeParams const& params, CallState const& call,
                                                int32_t token) {
   TokenSlots const slots = load_slots(params, call, token);
-  for (int32_t first = 0; first < 2 * params.plan.hidden; first += 1024) {
-    combine_piece<2>(params, token, slots, first);
+  for (int32_t first = 0; first < 2 * params.plan.hidden; first += kPieceChunks * 512) {
+    combine_piece(params, token, slots, first);
   }
 }
 

@@ -40,7 +40,9 @@ namespace xstage {
 
 constexpr int64_t kRegionAlign = 1024;  // what a swizzled tensor map asks for, and more
 constexpr int64_t kBankAlign = 128;
-constexpr int32_t kNumGridBarriers = 8;
+
+// Grid barriers of a call, indices into MegaMoeCounter::kGridBarriers.
+enum GridBarrier : int32_t { kCountsAdded, kRoutesStored, kNumGridBarriers };
 
 // A source copies x to kTokens in segments, and tells the owners about each: they pull the first
 // rows while the last are still being copied. A segment holds at least kSegmentBytes; a single one
@@ -58,14 +60,15 @@ constexpr int32_t kRouteGroups = 16;
 //                  x ring slot of b is free: rows of block b + x_ring_blocks may come.
 //   linear2_done   tiles of block b whose h ring slot is no longer read; complete at
 //                  linear2_tiles(): Linear-1 of block b + h_ring_blocks may write.
-//   expert_stored  stores of a local expert that are visible to their sources, two per row and tile.
+//   expert_stored  halves of a tile's rows that are visible to their sources, by local expert;
+//                  complete at 2 * rows of the expert * linear2_tiles()
 #define XS_MEGAMOE_COUNTERS(X)                                                      \
   X(kGridBarriers, kNumGridBarriers, "arrivals of this rank's CTAs")                \
   X(kTickets, 1, "next cluster tile of the sequence")                               \
   X(kSegmentsStaged, kMaxSegments, "CTAs that have copied their part of a segment") \
   X(kSendCounts, kRouteGroups* plan.num_experts, "rows by route group and expert")  \
   X(kSendCursors, kRouteGroups* plan.num_experts, "rows of them that are listed")   \
-  X(kExpertStored, plan.experts_per_rank(), "stored tiles of each local expert")    \
+  X(kExpertStored, plan.experts_per_rank(), "stored half rows, by local expert")    \
   X(kArrived, plan.max_blocks(), "rows of each block in the x ring")                \
   X(kLinear1Done, plan.max_blocks(), "Linear-1 tiles of each block")                \
   X(kLinear2Done, plan.max_blocks(), "Linear-2 tiles of each block")
@@ -226,6 +229,9 @@ struct MegaMoeView {
 
 // Where a received row came from.
 constexpr int32_t kOriginShift = 28;
+static_assert(MegaMoeLimits::max_tokens * MegaMoeLimits::topk <= int64_t{1} << kOriginShift &&
+                  MegaMoeLimits::world <= int64_t{1} << (32 - kOriginShift),
+              "an origin is one word");
 XS_HD uint32_t pack_origin(int32_t source, uint32_t route) {
   return static_cast<uint32_t>(source) << kOriginShift | route;
 }

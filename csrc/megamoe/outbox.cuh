@@ -8,7 +8,8 @@
 //   paced: plan.slice_rows rows per step of the next main loop, from step 0 on
 //
 // Announcing (a release at gpu scope) is also put off, so that it finds the stores complete. But a
-// warp never blocks before it has announced: others may wait for it.
+// warp never blocks before it has announced what tiles wait for. kExpertStored, which no tile waits
+// for, is raised when the warp's next tile is computed, or the last one of all.
 #pragma once
 
 #include "params.h"
@@ -30,10 +31,6 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
 // What a counter says about this warp. Reads have been performed when it is raised, so it need not
 // order anything; a release would wait until all stores of the SM have left.
 enum class Announce : int { kReads = 0, kPlainStores = 1, kBulkStores = 2 };
-
-__device__ __forceinline__ void red_add_relaxed_gpu(uint32_t* p, uint32_t v) {
-  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
-}
 
 struct Outbox {
   using Traits = MegaMoeTraits;

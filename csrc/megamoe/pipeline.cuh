@@ -158,8 +158,8 @@ struct MegaMoeShared {
   };
   // Before the first load, the dispatch prologue counts there.
   struct Routing {
-    uint32_t counts[Traits::kMaxExperts];     // rows of this block's tokens per expert
-    uint32_t positions[Traits::kMaxExperts];  // where the next of them goes in the owner's list
+    uint32_t counts[MegaMoeLimits::num_experts];     // rows of this block's tokens per expert
+    uint32_t positions[MegaMoeLimits::num_experts];  // where the next of them goes in its list
   };
   union {
     Stage stages[Traits::kStages];
@@ -168,8 +168,8 @@ struct MegaMoeShared {
   };
   char staging[Traits::kMathWarps][Traits::kStagingRows * Traits::kStagingRow];
   TileWork tiles[Traits::kTileQueue];
-  uint32_t rows[Traits::kMaxLocalExperts];  // rows received per local expert: fixes the schedule
-  int32_t tickets[Traits::kTileQueue];      // CTA 1: which cluster tile comes next
+  uint32_t rows[kMaxLocalExperts];      // rows received per local expert: fixes the schedule
+  int32_t tickets[Traits::kTileQueue];  // CTA 1: which cluster tile comes next
   uint64_t ticket_full[Traits::kTileQueue];
   uint64_t tile_ready[Traits::kTileQueue];      // scheduler -> loader: the entry
   uint64_t operands_ready[Traits::kTileQueue];  // its rows or activations

@@ -35,12 +35,11 @@ struct MegaMoeTraits {
   static constexpr int kLookAhead = 20;
   // Clusters draw tiles from a counter (tickets) instead of taking every n-th of the sequence.
   static constexpr bool kTickets = true;
-  static constexpr int kMaxExperts = 1024;
-  static constexpr int kMaxLocalExperts = 128;
 
   // Steps of the next main loop before the held half tile is written to shared memory.
   static constexpr int kHeldSteps = 3;
-  // Steps of the next main loop before Linear-1 results are waited for and announced.
+  // Steps of the next main loop before a tile is announced (kLinear1Done, kLinear2Done), so that the
+  // release finds the stores of Linear-1 complete.
   static constexpr int kPublishSteps = 3;
 
   static_assert(kDataRegisters * 128 + kMathRegisters * 256 <= 168 * kThreads,
@@ -50,8 +49,5 @@ struct MegaMoeTraits {
 
 // Named barriers; 0 is __syncthreads. kMathGroup: one per math warpgroup, 3 and 4.
 enum class NamedBarrier : int { kTilesDone = 2, kMathGroup = 3, kCombined = 5, kRanksDone = 6 };
-
-// Grid barriers of a call, indices into MegaMoeCounter::kGridBarriers.
-enum GridBarrier : int { kCountsAdded = 0, kRoutesStored = 1 };
 
 }  // namespace xstage
