@@ -1,4 +1,5 @@
 // Tensor maps and the cooperative launch of the megamoe kernel.
+#include "common/launch.h"
 #include "common/tensor_map.h"
 #include "kernel_sm90.cuh"
 #include "launch.h"
@@ -66,21 +67,13 @@ void launch_as(std::vector<MegaMoeParams> const& ranks, cudaStream_t stream) {
   int const resident = resident_blocks<kTrace>();
   XS_CHECK(blocks <= resident, "xstage.megamoe: plan: num_sms: ", blocks, " CTAs for ", num_ranks,
            " ranks in one launch, but this device holds ", resident, "; lower num_sms");
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeCooperative;
-  attribute.val.cooperative = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks);
-  config.blockDim = dim3(Traits::kThreads);
-  config.dynamicSmemBytes = sizeof(MegaMoeShared);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
   // Entries behind the last rank are never read.
   auto const rank = [&](size_t r) { return ranks[min_of(r, num_ranks - 1)]; };
   MegaMoeLaunch const launch{
       {rank(0), rank(1), rank(2), rank(3), rank(4), rank(5), rank(6), rank(7)}};
-  XS_CUDA(cudaLaunchKernelEx(&config, megamoe_sm90<kTrace>, launch));
+  LaunchShape const shape{dim3(blocks), Traits::kThreads, sizeof(MegaMoeShared), stream,
+                          LaunchKind::kCooperative};
+  launch_kernel(megamoe_sm90<kTrace>, shape, launch);
 }
 
 }  // namespace
