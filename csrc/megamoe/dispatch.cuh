@@ -12,7 +12,8 @@
 //                  arrival stores kDispatchSignals of every owner (fence.sys, relaxed). Where rows are
 //                  pushed: kCounts alone, by block 0, which stores the signals at once
 //   kDispatchSignals[source] -> acquire.sys by every block
-//   kSegmentsStaged -> its last arrival stores kStaged[source][segment] of every owner (release.sys)
+//   kSegmentsStaged -> its last arrival stores kStaged[source][segment] of every owner (fence.sys,
+//                  relaxed)
 #pragma once
 
 #include "common/channel.cuh"
@@ -95,10 +96,10 @@ __device__ __forceinline__ void stage_segments(MegaMoeParams const& params, Call
     if (thread != 0) continue;
     uint32_t const earlier = atom_add_acq_rel_gpu(copied + s, 1);
     if (earlier + 1 != static_cast<uint32_t>(call.num_blocks)) continue;
-    fence_acq_rel_sys();
+    fence_acq_rel_sys();  // makes the stores a release of what all blocks have copied
     for (int32_t i = 1; i < plan.world; ++i) {
       MegaMoeView const owner = params.view((rank + i) % plan.world);
-      st_release_sys(owner.staged(params.layout, rank, s), call.epoch);
+      st_relaxed_sys(owner.staged(params.layout, rank, s), call.epoch);
     }
   }
 }

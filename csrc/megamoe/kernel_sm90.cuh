@@ -37,7 +37,7 @@
 // Global protocol (layout.h has the regions and why two banks suffice): writer, order -> reader
 //   kDispatchSignals  last block of a source, or its block 0 where rows are pushed, fence.sys, relaxed ->
 //                 every block, acquire.sys: its counts (and lists) are here
-//   kStaged       last block of a source, release.sys -> pull: a segment of its tokens is readable
+//   kStaged       last block of a source, fence.sys, relaxed -> pull: a segment of its tokens is readable
 //   kRoutesStored every block, red.release.gpu -> push: this rank's lists are whole
 //   kTickets      scheduler of CTA 0, atomic: the next cluster tile of the sequence
 //   kArrived      pull, red.release.gpu, or push of a source, red.release.sys -> scheduler,

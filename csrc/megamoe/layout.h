@@ -5,7 +5,7 @@
 //   1. Source: count the rows per expert; store counts and routes into every owner's kCounts and
 //      kRoutes (bank n mod 2); then the signal word of this epoch in the owner's kDispatchSignals
 //      (a release). Copy x to kTokens in segments; the epoch into every owner's kStaged for each
-//      (release.sys). A single segment is copied before the signal, and has no word of its own.
+//      (a release). A single segment is copied before the signal, and has no word of its own.
 //      Where rows are pushed, counts of all experts go to every rank, routes into the source's own
 //      kRoutes, and x is not copied.
 //   2. Owner: wait for the dispatch signal of every source; the counts now fix the whole schedule.

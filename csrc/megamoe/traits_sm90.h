@@ -38,8 +38,8 @@ struct MegaMoeTraits {
 
   // Steps of the next main loop before the held half tile is written to shared memory.
   static constexpr int kHeldSteps = 3;
-  // Steps of the next main loop before a tile is announced (kLinear1Done, kLinear2Done), so that the
-  // release finds the stores of Linear-1 complete.
+  // Steps of the next main loop before a tile is announced (kLinear1Done, kLinear2Done), so that
+  // the release finds the stores of Linear-1 complete.
   static constexpr int kPublishSteps = 3;
 
   static_assert(kDataRegisters * 128 + kMathRegisters * 256 <= 168 * kThreads,
