@@ -89,9 +89,9 @@ STABLE_TORCH_LIBRARY(xstage, m) {
   // and weights bf16; topk_idx [T, topk] int32 or int64, -1 skips a slot; topk_weights [T, topk]
   // float32, applied in float32 when the slots of a token are added up; w13 [local experts, 2 *
   // intermediate, hidden] in the plan's weight_layout; w2 [local experts, hidden, intermediate];
-  // num_tokens: int32 of one element on the device of x, when only the first rows of x are tokens
-  // (the other rows of the result are zero); expert_load int64 [local experts], to which received
-  // rows are added.
+  // num_tokens: int32 or int64 of one element on the device of x, when only the first rows of x are
+  // tokens (the other rows of the result are zero); expert_load int64 [local experts], to which
+  // received rows are added.
   m.def(
       "megamoe(Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor w13, Tensor w2, int[] plan, "
       "int[] workspace, Tensor? num_tokens=None, float? clamp=None, "

@@ -9,7 +9,7 @@
 
 namespace xstage {
 
-// One rank's part of a call. All tensors are contiguous and on one device.
+// One rank's part of a call. Once checked, all tensors are contiguous and on one device.
 struct MegaMoeArguments {
   MegaMoePlan plan;
   Workspace workspace;
@@ -50,6 +50,13 @@ inline void check_same_device(char const* op, char const* name, Tensor const& te
            tensor.is_cpu() ? std::string() : std::to_string(tensor.get_device()));
 }
 
+// Kernels move these tensors 16 bytes at a time, or by TMA.
+inline void check_address(char const* op, char const* name, Tensor const& tensor) {
+  auto const address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+  XS_CHECK(tensor.is_cpu() || address % 16 == 0 || tensor.numel() == 0, "xstage.", op, ": ", name,
+           ": expected an address that is a multiple of 16; clone it");
+}
+
 inline void check_weights(char const* op, MegaMoeArguments const& a) {
   MegaMoePlan const& plan = a.plan;
   int64_t const experts = plan.experts_per_rank();
@@ -59,6 +66,7 @@ inline void check_weights(char const* op, MegaMoeArguments const& a) {
     check_dtype(op, name, *tensor, ScalarType::BFloat16);
     check_contiguous(op, name, *tensor);
     check_same_device(op, name, *tensor, a.x);
+    check_address(op, name, *tensor);
   }
 }
 
@@ -96,8 +104,8 @@ inline void check_options(char const* op, MegaMoeArguments const& a) {
 // Checks everything that the host can see, by name, before anything is stored anywhere. Tokens,
 // ids and routing weights may have any strides (they are copied when they must be); the experts'
 // weights are too large to copy in silence and must be contiguous.
-inline void check_arguments(char const* op, MegaMoeArguments& a, MemoryKind memory) {
-  check_memory(op, a.workspace, memory);
+inline void check_arguments(char const* op, MegaMoeArguments& a) {
+  check_memory(op, a.workspace, a.x.is_cpu() ? MemoryKind::kCpu : MemoryKind::kCuda);
   XS_CHECK(a.plan.world == a.workspace.world, "xstage.", op, ": plan: expected world ",
            a.workspace.world, " like the workspace, got ", a.plan.world);
   check_region(op, a.workspace, MegaMoeLayout(a.plan).total);
@@ -108,9 +116,17 @@ inline void check_arguments(char const* op, MegaMoeArguments& a, MemoryKind memo
   check_dtype(op, "out", a.y, ScalarType::BFloat16);
   check_contiguous(op, "out", a.y);
   check_same_device(op, "out", a.y, a.x);
+  check_address(op, "out", a.y);
   for (Tensor* tensor : {&a.x, &a.topk_idx, &a.topk_weights}) {
     *tensor = torch::stable::contiguous(*tensor);
   }
+  check_address(op, "x", a.x);
+}
+
+// Where a rank's result goes.
+inline Tensor new_result(char const* op, MegaMoePlan const& plan, Tensor const& x) {
+  check_shape(op, "x", x, {-1, plan.hidden});
+  return torch::stable::new_empty(x, {x.size(0), plan.hidden});
 }
 
 inline void set_options(MegaMoeArguments& a, MegaMoeOptions const& options) {
@@ -128,8 +144,7 @@ struct MegaMoeLists {
 inline std::vector<MegaMoeArguments> virtual_arguments(MegaMoeLists const& lists,
                                                        std::vector<int64_t> const& plan_words,
                                                        std::vector<int64_t> const& workspaces,
-                                                       MegaMoeOptions const& options,
-                                                       MemoryKind memory) {
+                                                       MegaMoeOptions const& options) {
   char const* const op = "megamoe_virtual";
   MegaMoePlan const plan = read_megamoe_plan(plan_words);
   std::vector<Workspace> const ranks = read_virtual_workspaces(workspaces);
@@ -142,7 +157,7 @@ inline std::vector<MegaMoeArguments> virtual_arguments(MegaMoeLists const& lists
   std::vector<MegaMoeArguments> all;
   for (size_t r = 0; r < ranks.size(); ++r) {
     Tensor const& x = lists.x[r];
-    check_shape(op, "x", x, {-1, plan.hidden});
+    check_same_device(op, "x", x, lists.x[0]);  // one launch plays them all
     MegaMoeArguments a{plan,
                        ranks[r],
                        x,
@@ -150,9 +165,9 @@ inline std::vector<MegaMoeArguments> virtual_arguments(MegaMoeLists const& lists
                        lists.topk_weights[r],
                        lists.w13[r],
                        lists.w2[r],
-                       torch::stable::new_empty(x, {x.size(0), plan.hidden})};
+                       new_result(op, plan, x)};
     set_options(a, options);
-    check_arguments(op, a, memory);
+    check_arguments(op, a);
     all.push_back(std::move(a));
   }
   return all;

@@ -184,7 +184,9 @@ __device__ __forceinline__ void finish_tokens(MegaMoeParams const& params, CallS
 // How many rows of x are tokens.
 __device__ __forceinline__ int32_t tokens_of(MegaMoeParams const& params) {
   if (params.num_tokens == nullptr) return params.rows;
-  return max_of(0, min_of(*params.num_tokens, params.rows));
+  int64_t const asked = params.num_tokens_is_64 ? *static_cast<int64_t const*>(params.num_tokens)
+                                                : *static_cast<int32_t const*>(params.num_tokens);
+  return static_cast<int32_t>(max_of<int64_t>(0, min_of<int64_t>(asked, params.rows)));
 }
 
 // Warps 2 and 3: rows of x into the x rings.

@@ -5,9 +5,9 @@
 #include <cmath>
 #include <cstring>
 
-#include "arguments.h"
 #include "common/channel_cpu.h"
 #include "gemm_cpu.h"
+#include "ops.h"
 #include "schedule.h"
 
 namespace xstage {
@@ -333,49 +333,14 @@ void run(std::vector<MegaMoeArguments> const& arguments) {
   for (RankCall& call : calls) call.combine();
 }
 
-void megamoe_out(Tensor out, Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor w13, Tensor w2,
-                 std::vector<int64_t> plan, std::vector<int64_t> workspace,
-                 std::optional<Tensor> num_tokens, std::optional<double> clamp,
-                 double routed_scaling_factor, std::optional<Tensor> expert_load) {
-  std::vector<MegaMoeArguments> arguments{{read_megamoe_plan(plan), read_workspace(workspace), x,
-                                           topk_idx, topk_weights, w13, w2, out}};
-  set_options(arguments[0], {num_tokens, clamp, routed_scaling_factor, expert_load});
-  check_arguments("megamoe", arguments[0], MemoryKind::kCpu);
-  run(arguments);
-}
-
-Tensor megamoe(Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor w13, Tensor w2,
-               std::vector<int64_t> plan, std::vector<int64_t> workspace,
-               std::optional<Tensor> num_tokens, std::optional<double> clamp,
-               double routed_scaling_factor, std::optional<Tensor> expert_load) {
-  MegaMoePlan const checked = read_megamoe_plan(plan);
-  check_shape("megamoe", "x", x, {-1, checked.hidden});
-  Tensor y = torch::stable::new_empty(x, {x.size(0), checked.hidden});
-  megamoe_out(y, x, topk_idx, topk_weights, w13, w2, plan, workspace, num_tokens, clamp,
-              routed_scaling_factor, expert_load);
-  return y;
-}
-
-std::vector<Tensor> megamoe_virtual(std::vector<Tensor> x, std::vector<Tensor> topk_idx,
-                                    std::vector<Tensor> topk_weights, std::vector<Tensor> w13,
-                                    std::vector<Tensor> w2, std::vector<int64_t> plan,
-                                    std::vector<int64_t> workspaces, std::optional<double> clamp,
-                                    double routed_scaling_factor) {
-  std::vector<MegaMoeArguments> const arguments = virtual_arguments(
-      {x, topk_idx, topk_weights, w13, w2}, plan, workspaces,
-      {std::nullopt, clamp, routed_scaling_factor, std::nullopt}, MemoryKind::kCpu);
-  run(arguments);
-  std::vector<Tensor> results;
-  for (MegaMoeArguments const& a : arguments) results.push_back(a.y);
-  return results;
-}
+using Ops = MegaMoeOps<run>;
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(xstage, CPU, m) {
-  m.impl("megamoe", TORCH_BOX(&megamoe));
-  m.impl("megamoe_out", TORCH_BOX(&megamoe_out));
-  m.impl("megamoe_virtual", TORCH_BOX(&megamoe_virtual));
+  m.impl("megamoe", TORCH_BOX(&Ops::megamoe));
+  m.impl("megamoe_out", TORCH_BOX(&Ops::megamoe_out));
+  m.impl("megamoe_virtual", TORCH_BOX(&Ops::megamoe_virtual));
 }
 
 }  // namespace xstage

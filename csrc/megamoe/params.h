@@ -29,7 +29,7 @@ struct MegaMoeParams {
   void const* topk_idx;       // [tokens][topk], int32 or int64; outside 0 .. num_experts - 1: skip
   float const* topk_weights;  // [tokens][topk]
   __nv_bfloat16* y;           // [tokens][hidden]
-  int32_t const* num_tokens;  // rows of x that are tokens, on the device; null: all
+  void const* num_tokens;     // rows of x that are tokens, on the device, int32 or int64; null: all
   int64_t* expert_load;       // [local experts], += rows received; or null
   float clamp;                // gate at most clamp, up within +-clamp; infinity: no clamp
   float routed_scale;
@@ -37,6 +37,7 @@ struct MegaMoeParams {
   int32_t trace_records;  // per CTA and track
   int32_t rows;           // of x and y
   bool idx_is_64;
+  bool num_tokens_is_64;
 
   XS_HD MegaMoeView view(int64_t of_rank) const { return MegaMoeView{workspace.region(of_rank)}; }
 };

@@ -298,10 +298,11 @@ def single(session: Session, t: Tensors, **options: object) -> torch.Tensor:
     return result
 
 
-def test_graph_replay_with_other_token_counts() -> None:
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_graph_replay_with_other_token_counts(dtype: torch.dtype) -> None:
     case = Case((200,), 256, 192, 8, 2)
     tensors = make(case)
-    num_tokens = torch.tensor([200], dtype=torch.int32, device=DEVICE)
+    num_tokens = torch.tensor([200], dtype=dtype, device=DEVICE)
     load = torch.zeros(8, dtype=torch.int64, device=DEVICE)
     with Session(case.plan()) as session:
         single(session, tensors, num_tokens=num_tokens)  # warm up
