@@ -149,8 +149,8 @@ __device__ __forceinline__ void combine_early(MegaMoeParams const& params, CallS
   for (int32_t expert = call.block; warp == 0 && expert < per_rank - 1; expert += call.num_blocks) {
     WaitSite const site{Phase::kLinear2Ready, -1, call.epoch,
                         uint64_t{2} * shared.rows[expert] * plan.linear2_tiles()};
-    bool const ok = wait_until(params.workspace, site,
-                               [&]() -> uint64_t { return ld_acquire_gpu(stored + expert); });
+    bool const ok = warp_wait_until(params.workspace, site,
+                                    [&]() -> uint64_t { return ld_acquire_gpu(stored + expert); });
     if (!ok) return;
     if (lane < plan.world) {
       st_release_sys(params.view(lane).expert_done(params.layout, rank * per_rank + expert),

@@ -100,8 +100,10 @@ struct PullCursor {
     found.source = from.source;
     found.route =
         __ldcg(own.routes(plan, params.layout, bank, from.source) + list_begin + from.index);
+    // Lanes may see the counter move at different times, but must take the same way.
     found.slot_free =
-        found.block < plan.x_ring_blocks || ld_acquire_gpu(slot_word(found.block)) >= slot_target();
+        found.block < plan.x_ring_blocks ||
+        __all_sync(0xffffffffu, ld_acquire_gpu(slot_word(found.block)) >= slot_target());
     return found;
   }
 
@@ -128,14 +130,16 @@ struct StagedTokens {
     if (tokens == 0 || source == params.workspace.rank) return true;
     return __shfl_sync(0xffffffffu, seen, source) >> (token / tokens) & 1;
   }
-  // False when it gave up.
+  // Whole warp. False when it gave up.
   __device__ __forceinline__ bool wait(MegaMoeParams const& params, CallState const& call,
                                        int32_t source, int32_t token) {
     int32_t const segment = token / tokens;
     uint64_t const* const word =
         params.view(params.workspace.rank).staged(params.layout, source, segment);
     WaitSite const site{Phase::kDispatchRows, source, call.epoch, call.epoch};
-    if (!wait_until(params.workspace, site, [&] { return ld_acquire_sys(word); })) return false;
+    if (!warp_wait_until(params.workspace, site, [&] { return ld_acquire_sys(word); })) {
+      return false;
+    }
     if (static_cast<int32_t>(threadIdx.x % 32) == source) seen |= 1u << segment;
     __syncwarp();
     return true;
@@ -172,7 +176,8 @@ __device__ __forceinline__ void pull_rows(MegaMoeParams const& params, CallState
       announce();
       uint32_t const* const word = cursor.slot_word(row.block);
       WaitSite const site{Phase::kDispatchRows, -1, call.epoch, cursor.slot_target()};
-      if (!wait_until(params.workspace, site, [&]() -> uint64_t { return ld_acquire_gpu(word); })) {
+      if (!warp_wait_until(params.workspace, site,
+                           [&]() -> uint64_t { return ld_acquire_gpu(word); })) {
         return;
       }
     }

@@ -168,7 +168,8 @@ struct OwnerRing {
   __device__ __forceinline__ bool wait(int32_t block) const {
     uint32_t const* const slot = word(block);
     WaitSite const site{Phase::kDispatchRows, owner, call.epoch, target()};
-    return wait_until(params.workspace, site, [&]() -> uint64_t { return ld_acquire_sys(slot); });
+    return warp_wait_until(params.workspace, site,
+                           [&]() -> uint64_t { return ld_acquire_sys(slot); });
   }
   __device__ __forceinline__ char* row(int32_t padded) const {
     int32_t const block = padded / MegaMoeTraits::kBlockM;
@@ -219,7 +220,8 @@ __device__ __forceinline__ void push_rows(MegaMoeParams const& params, CallState
   uint32_t const* const lists =
       own.counter(params.layout, call.bank, MegaMoeCounter::kGridBarriers) + kRoutesStored;
   WaitSite const site{Phase::kGridBarrier, -1, call.epoch, static_cast<uint64_t>(call.num_blocks)};
-  if (!wait_until(params.workspace, site, [&]() -> uint64_t { return ld_acquire_gpu(lists); })) {
+  if (!warp_wait_until(params.workspace, site,
+                       [&]() -> uint64_t { return ld_acquire_gpu(lists); })) {
     return;
   }
   Tracer<kTrace> tracer({params.trace, params.trace_records}, blockIdx.x, TraceTrack::kPull,
