@@ -132,9 +132,10 @@ __device__ __forceinline__ void combine_turn(MegaMoeParams const& params, CallSt
   }
 }
 
-// Early combine, the dispatch warps when their rows are on the way: tells the sources which experts of
-// this rank are done, and adds up tokens whose experts are, except for the last turn.
-__device__ __forceinline__ void combine_early(MegaMoeParams const& params, CallState const& call,
+// Early combine, the dispatch warps when their rows are on the way: tells the sources which experts
+// of this rank are done, and adds up tokens whose experts are, except for the last turn. False when
+// it gave up: sums are missing.
+__device__ __forceinline__ bool combine_early(MegaMoeParams const& params, CallState const& call,
                                               MegaMoeShared const& shared) {
   using Traits = MegaMoeTraits;
   MegaMoePlan const& plan = params.plan;
@@ -151,13 +152,13 @@ __device__ __forceinline__ void combine_early(MegaMoeParams const& params, CallS
                         uint64_t{2} * shared.rows[expert] * plan.linear2_tiles()};
     bool const ok = warp_wait_until(params.workspace, site,
                                     [&]() -> uint64_t { return ld_acquire_gpu(stored + expert); });
-    if (!ok) return;
+    if (!ok) return false;
     if (lane < plan.world) {
       st_release_sys(params.view(lane).expert_done(params.layout, rank * per_rank + expert),
                      call.epoch);
     }
   }
-  int32_t const first = call.block * Traits::kDispatchWarps + warp;
+  int32_t const first = warp * call.num_blocks + call.block;
   for (int32_t turn = 0; turn < per_rank - 1; ++turn) {
     bool ok = true;
     if (lane < plan.world) {
@@ -167,14 +168,17 @@ __device__ __forceinline__ void combine_early(MegaMoeParams const& params, CallS
       WaitSite const site{Phase::kCombineArrival, lane, call.epoch, call.epoch};
       ok = wait_until(params.workspace, site, [&] { return ld_acquire_sys(word); });
     }
-    if (!__all_sync(0xffffffffu, ok)) return;
+    if (!__all_sync(0xffffffffu, ok)) return false;
+    __syncwarp();  // what these lanes acquired, all may read
     combine_turn(params, call, turn, first, call.num_blocks * Traits::kDispatchWarps);
   }
+  return true;
 }
 
 // What a warp adds up: units first, first + stride, ... of rows, or of pieces of rows where those
-// are few, so that every SM has a part: `split` units to a row, which take its pieces in turns. The
-// slots of the first two are read before the results are there.
+// are few, so that every SM has a part: `split` units to a row, which take its pieces in turns. Unit
+// u belongs to block u mod num_blocks, early or at the end (poison_units relies on it). The slots of
+// the first two are read before the results are there.
 struct CombineUnits {
   int32_t ring;
   int32_t first;
@@ -189,7 +193,8 @@ struct CombineUnits {
     first = ring * call.num_blocks + call.block;
     stride = call.num_blocks * (Traits::kDispatchWarps + Traits::kMathWarps);
     int32_t const most = ceil_div<int32_t>(2 * params.plan.hidden, CombineRing::kBytes);
-    split = max_of(1, min_of(most, stride / max_of(params.rows, 1)));
+    bool const whole = params.plan.combine == kCombineEarly;  // it takes rows one by one
+    split = whole ? 1 : max_of(1, min_of(most, stride / max_of(params.rows, 1)));
     slots = load_slots(params, call, first / split);
     next = load_slots(params, call, (first + stride) / split);
   }
@@ -288,6 +293,22 @@ __device__ __forceinline__ void combine_units(MegaMoeParams const& params, CallS
       left = unit + stride < units ? used_next : 0;
     }
     ahead = false;
+  }
+}
+
+// The math warps, when a call failed: the units of this block become NaN, `split` to a row. No other
+// block writes them, and the other warps of this one have passed kCombined.
+__device__ __forceinline__ void poison_units(MegaMoeParams const& params, CallState const& call,
+                                             int32_t split) {
+  constexpr int32_t kBytes = CombineRing::kBytes;
+  int32_t const row_bytes = 2 * params.plan.hidden;
+  int32_t const warp = threadIdx.x / 32 - 4;
+  for (int32_t unit = warp * call.num_blocks + call.block; unit < params.rows * split;
+       unit += MegaMoeTraits::kMathWarps * call.num_blocks) {
+    char* const y = reinterpret_cast<char*>(params.y) + int64_t{1} * (unit / split) * row_bytes;
+    for (int32_t at = unit % split * kBytes; at < row_bytes; at += split * kBytes) {
+      poison(y + at, min_of(kBytes, row_bytes - at), threadIdx.x % 32, 32);
+    }
   }
 }
 

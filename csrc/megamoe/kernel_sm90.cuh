@@ -32,7 +32,7 @@
 //   kMathGroup    128 threads                  votes of a math warpgroup, and its segments of x
 //   kTilesDone    288 threads (load, math)     all stores of the block are complete
 //   kRanksDone    320 threads (dispatch, math) a vote: all ranks' results are here, combine
-//   kCombined     320 threads (dispatch, math) nobody writes y any more
+//   kCombined     320 threads (dispatch, math) the block has written its part of y
 //
 // Global protocol (layout.h has the regions and why two banks suffice): writer, order -> reader
 //   kDispatchSignals  last block of a source, or its block 0 where rows are pushed, fence.sys, relaxed ->
@@ -146,10 +146,21 @@ __device__ __forceinline__ void compute_tiles(MegaMoeParams const& params, CallS
   fence_proxy_async();
 }
 
-// Math and dispatch warps meet; whether the results of all ranks are here, as the first math warp saw.
-// The vote travels with the barrier: a flag in shared memory would do, but racecheck reports it.
-__device__ __forceinline__ bool ranks_done(bool arrived) {
-  return named_barrier_all(static_cast<int>(NamedBarrier::kRanksDone), kCombineThreads, arrived);
+// Math and dispatch warps meet: whether the results of all ranks are here, as the first math warp
+// saw, and what the dispatch warps had to add up early is in y. The vote travels with the barrier: a
+// flag in shared memory would do, but racecheck reports it.
+__device__ __forceinline__ bool ranks_done(bool done) {
+  return named_barrier_all(static_cast<int>(NamedBarrier::kRanksDone), kCombineThreads, done);
+}
+
+// The loader of an aborted call leaves with loads under way, for the partner too: they must not land
+// in the shared memory of a block that comes after this one. They read this GPU's memory and take
+// microseconds; this waits for many times as long, in both CTAs of the cluster.
+__device__ __forceinline__ void await_stray_loads() {
+  constexpr uint64_t kEnoughNs = 20000;
+  for (uint64_t const start_ns = global_timer_ns(); global_timer_ns() - start_ns < kEnoughNs;) {
+    __nanosleep(1000);
+  }
 }
 
 // The end of a call for the math warps: wait for all ranks, add up.
@@ -157,7 +168,6 @@ template <bool kTrace>
 __device__ __forceinline__ void finish_tokens(MegaMoeParams const& params, CallState const& call,
                                               MegaMoeShared& shared, uint64_t start_ns,
                                               uint64_t tiles_ns) {
-  constexpr int kMathThreads = MegaMoeTraits::kMathWarps * 32;
   int const thread = threadIdx.x - 128;
   Tracer<kTrace> tracer({params.trace, params.trace_records}, blockIdx.x, TraceTrack::kPhases,
                         thread == 0);
@@ -173,11 +183,11 @@ __device__ __forceinline__ void finish_tokens(MegaMoeParams const& params, CallS
     combine_tokens(params, call, shared, units);
     tracer.add(TraceKind::kCombine, 0, combine_ns, 0, 0, 0, 0);
   }
-  // Nobody writes y any more when it is poisoned.
+  // The dispatch warps may have added up early: only now nobody else writes this block's units.
   named_barrier_sync(NamedBarrier::kCombined, kCombineThreads);
   if (!ok) {
-    int64_t const bytes = int64_t{2} * params.rows * params.plan.hidden;
-    poison(params.y, bytes, call.block * kMathThreads + thread, call.num_blocks * kMathThreads);
+    poison_units(params, call, units.split);
+    await_stray_loads();
   }
 }
 
@@ -250,14 +260,14 @@ __global__ void __cluster_dims__(MegaMoeTraits::kCluster, 1, 1)
       if (threadIdx.x == 0) arrive_and_publish(params.workspace, call.epoch, num_blocks);
     } else if (threadIdx.x >= 32 * Traits::kFirstDispatchWarp) {
       if (ok) dispatch_rows<kTrace>(params, call, shared);
-      if (ok && params.plan.combine == kCombineEarly) combine_early(params, call, shared);
+      bool const early = ok && params.plan.combine == kCombineEarly;
+      bool const done = !early || combine_early(params, call, shared);
       __syncwarp();
       CombineUnits const units(params, call);
-      if (ranks_done(true)) combine_tokens(params, call, shared, units);
+      if (ranks_done(done)) combine_tokens(params, call, shared, units);
       __syncwarp();
       named_barrier_arrive(NamedBarrier::kCombined, kCombineThreads);
     }
-    __syncwarp();
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Traits::kMathRegisters));
     bool const pulled = params.plan.world > 1 && params.plan.dispatch != kPush;
@@ -267,6 +277,7 @@ __global__ void __cluster_dims__(MegaMoeTraits::kCluster, 1, 1)
     finish_tokens<kTrace>(params, call, shared, start_ns, tiles_ns);
   }
   // A CTA stays until its partner no longer multicasts to it or arrives at its barriers.
+  __syncwarp();  // the barrier takes whole warps
   cute::cluster_arrive();
   cute::cluster_wait();
 }
