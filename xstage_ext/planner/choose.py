@@ -109,7 +109,8 @@ def choose(
     """Decide schedule, lead, ring sizes and the way to store; under a millisecond, then cached.
 
     Families of plans are ranked by what was timed on this machine where XSTAGE_PLANS names a table
-    that holds the layer (`measured.py`), else by the ranking that the package ships.
+    that holds the layer (`measured.py`), else by the ranking that the package ships. A profile that
+    does not ship is read at first: milliseconds.
 
     Parameters
     ----------
