@@ -76,66 +76,65 @@ __device__ __forceinline__ bool nobody_failed(Workspace const& workspace, WaitSi
   return true;
 }
 
-// Why a wait was given up.
-struct WaitEnd {
-  WaitSite site;
-  FaultKind kind;
-  uint64_t seen;
-  uint64_t waited_ns;
-};
-
 // Spins until load() >= site.expected. load() carries the memory order of the wait. False when it is
-// to be given up: `end` says why.
-template <class Load>
-__device__ __forceinline__ bool poll_until(Workspace const& workspace, WaitSite const& site,
-                                           Load load, WaitEnd& end) {
+// to be given up; `end` is told why, unless this rank has failed already.
+template <class Load, class End>
+__device__ __forceinline__ bool poll_until(Workspace const& workspace, WaitSite site, Load load,
+                                           End end) {
   uint64_t seen = load();
   if (seen >= site.expected) return true;
   uint64_t const start_ns = global_timer_ns();
   uint64_t const timeout_ns = static_cast<uint64_t>(workspace.timeout_ms) * 1000000;
   Control const* const control = workspace.control(workspace.rank);
+  uint64_t waited_ns = 0;
   // One look at the rare conditions per 64 polls keeps the common case short.
   for (uint32_t polls = 1;; ++polls) {
     seen = load();
     if (seen >= site.expected) return true;
     if (polls % 64 != 0) continue;
     uint64_t const failed = ld_acquire_sys(&control->failed);
-    uint64_t const waited_ns = global_timer_ns() - start_ns;
-    end = {site, FaultKind::kTimeout, seen, waited_ns};
     if (failure_of(failed, workspace.rank) != Failure::kNone) return false;
     int const culprit = failed_rank(failed, site.src_rank);
+    waited_ns = global_timer_ns() - start_ns;
     if (culprit >= 0) {
       // What the peer stored before it failed is visible now; it may be all that we need.
-      if (load() >= site.expected) return true;
-      end.site.src_rank = culprit;
-      end.kind = FaultKind::kPeerFailed;
-      end.seen = static_cast<uint64_t>(failure_of(failed, culprit));
+      seen = load();
+      if (seen >= site.expected) return true;
+      site.src_rank = culprit;
+      seen = static_cast<uint64_t>(failure_of(failed, culprit));
+      end(site, FaultKind::kPeerFailed, seen, waited_ns);
       return false;
     }
-    if (timeout_ns != 0 && waited_ns > timeout_ns) return false;
+    if (timeout_ns != 0 && waited_ns > timeout_ns) break;
     __nanosleep(64);
   }
+  end(site, FaultKind::kTimeout, seen, waited_ns);
+  return false;
 }
 
 // The wait of one thread: false when it gave up.
 template <class Load>
 __device__ __forceinline__ bool wait_until(Workspace const& workspace, WaitSite site, Load load) {
-  WaitEnd end;
-  if (poll_until(workspace, site, load, end)) return true;
-  give_up(workspace, end.site, end.kind, end.seen, end.waited_ns);
-  return false;
+  auto const end = [&](WaitSite const& at, FaultKind kind, uint64_t seen, uint64_t waited_ns) {
+    give_up(workspace, at, kind, seen, waited_ns);
+  };
+  return poll_until(workspace, site, load, end);
 }
 
 // The same by a whole warp, with one answer: a lane that gave up does not leave the others to
-// instructions that take all lanes. The vote comes first: what follows a wait must not have to
-// survive the call, which costs registers (8 spilled ones in push.cuh).
+// instructions that take all lanes. The vote comes first: values that the code behind the wait needs
+// must not have to survive the call, which costs registers (8 spilled ones in push.cuh).
 template <class Load>
 __device__ __forceinline__ bool warp_wait_until(Workspace const& workspace, WaitSite site,
                                                 Load load) {
-  WaitEnd end;
-  bool const ok = poll_until(workspace, site, load, end);
+  FaultKind kind = FaultKind::kNone;
+  uint64_t seen = 0, waited_ns = 0;
+  bool const ok = poll_until(workspace, site, load,
+                             [&](WaitSite const& at, FaultKind why, uint64_t saw, uint64_t ns) {
+                               site = at, kind = why, seen = saw, waited_ns = ns;
+                             });
   if (__all_sync(0xffffffffu, ok)) return true;
-  if (!ok) give_up(workspace, end.site, end.kind, end.seen, end.waited_ns);
+  if (kind != FaultKind::kNone) give_up(workspace, site, kind, seen, waited_ns);
   return false;
 }
 
