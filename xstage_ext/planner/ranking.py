@@ -28,7 +28,9 @@ FAMILIES: dict[str, dict[str, int]] = {
     "wave st 128": {"schedule": 0, "store": 0, "wave_blocks": 128},
     "wave paced 64": {"schedule": 0, "store": 2, "wave_blocks": 64},
     "inter st 64": {"schedule": 1, "store": 0, "lead_blocks": 64},
+    "inter st 128": {"schedule": 1, "store": 0, "lead_blocks": 128},
     "inter paced 48": {"schedule": 1, "store": 2, "lead_blocks": 48},
+    "inter paced 128": {"schedule": 1, "store": 2, "lead_blocks": 128},
     "mixed st 32 g8": {"schedule": 1, "mix": 1, "store": 0, "lead_blocks": 32, "group_blocks": 8},
     "mixed paced 32": {"schedule": 1, "mix": 1, "store": 2, "lead_blocks": 32},
     "mixed paced 16 g8": {
