@@ -35,6 +35,9 @@ paced slices."""
 EXTRA_PLANS: dict[str, dict[str, int]] = {
     "wave st 64 early": {"schedule": 0, "store": 0, "wave_blocks": 64, "combine": 1},
     "wave bulk 64": {"schedule": 0, "store": 1, "wave_blocks": 64},
+    "inter st 64": {"schedule": 1, "store": 0, "lead_blocks": 64},
+    "inter st 128": {"schedule": 1, "store": 0, "lead_blocks": 128},
+    "mixed paced 32": {"schedule": 1, "mix": 1, "store": 2, "lead_blocks": 32},
     "mixed st 16 g8": {"schedule": 1, "mix": 1, "store": 0, "lead_blocks": 16, "group_blocks": 8},
     "mixed bulk 16 g8": {"schedule": 1, "mix": 1, "store": 1, "lead_blocks": 16, "group_blocks": 8},
 }
@@ -42,7 +45,8 @@ EXTRA_PLANS: dict[str, dict[str, int]] = {
 
 
 def _trials() -> dict[str, dict[str, int]]:
-    kept = {name: ranking.FAMILIES[name] for name in ("mixed st 32 g8", "mixed paced 32")}
+    plans = ranking.FAMILIES | EXTRA_PLANS
+    kept = {name: plans[name] for name in ("mixed st 32 g8", "mixed paced 32")}
     wave = {"wave st 64": ranking.FAMILIES["wave st 64"]}
     stores, paced = ({name: family} for name, family in kept.items())
     varied = [

@@ -5,7 +5,7 @@
 
 The weights are a ridge regression per family of plans (xstage_ext/planner/ranking.py), from shapes
 that are not held out. Their penalty is chosen by leaving out one of these shapes after the other.
-A plan's time is the geometric mean of two: in turns with other plans, and following itself.
+A plan's time is a weighted mean of two: in turns with other plans, and following itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from xstage_ext import machine
 from xstage_ext.planner import ranking
 from xstage_ext.planner.choose import family_plan
 
-PENALTIES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+PENALTIES = (0.01, 0.03, 0.1)
 Families = dict[str, _plans.Measured]
 
 

@@ -84,9 +84,9 @@ def test_a_decision_takes_less_than_a_millisecond() -> None:
 def test_the_ranking_follows_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Interleaving is chosen where weights say so, by features inside the fitted range only, and by
     no smaller share of the link than counts."""
-    flat = dict.fromkeys(FAMILIES, [0.0] * 5)
+    flat = dict.fromkeys(FAMILIES, [0.0] * 6)
     rule = Ranking(
-        flat | {"wave st 64": [0.0, 0.1, 0.0, 0.0, 0.0], "inter paced 48": [-0.01, 0, 0, 0, 0]},
+        flat | {"wave st 64": [0.0, 0.1, 0, 0, 0, 0], "inter paced 48": [-0.01, 0, 0, 0, 0, 0]},
         [(-1.0, 1.0)] * 3,
         "made up",
     )
@@ -106,7 +106,7 @@ def test_the_ranking_follows_its_weights(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_shipped_weights_cover_every_family() -> None:
     shipped = ranking.fitted()
     assert shipped.weights.keys() == FAMILIES.keys()
-    assert all(len(weights) == 5 for weights in shipped.weights.values())
+    assert all(len(weights) == 6 for weights in shipped.weights.values())
     assert all(low < high for low, high in shipped.ranges)
 
 

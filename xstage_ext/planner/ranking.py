@@ -27,12 +27,9 @@ FAMILIES: dict[str, dict[str, int]] = {
     "wave st 64": {"schedule": 0, "store": 0, "wave_blocks": 64},
     "wave st 128": {"schedule": 0, "store": 0, "wave_blocks": 128},
     "wave paced 64": {"schedule": 0, "store": 2, "wave_blocks": 64},
-    "inter st 64": {"schedule": 1, "store": 0, "lead_blocks": 64},
-    "inter st 128": {"schedule": 1, "store": 0, "lead_blocks": 128},
     "inter paced 48": {"schedule": 1, "store": 2, "lead_blocks": 48},
     "inter paced 128": {"schedule": 1, "store": 2, "lead_blocks": 128},
     "mixed st 32 g8": {"schedule": 1, "mix": 1, "store": 0, "lead_blocks": 32, "group_blocks": 8},
-    "mixed paced 32": {"schedule": 1, "mix": 1, "store": 2, "lead_blocks": 32},
     "mixed paced 16 g8": {
         "schedule": 1, "mix": 1, "store": 2, "lead_blocks": 16, "group_blocks": 8,
     },
@@ -70,7 +67,7 @@ def features(problem: MoEProblem, profile: machine.MachineProfile) -> list[float
 def terms(values: list[float]) -> list[float]:
     """What the weights multiply."""
     link, weights, blocks = values
-    return [1.0, link, weights, blocks, link * blocks]
+    return [1.0, link, weights, blocks, link * blocks, weights * blocks]
 
 
 @dataclasses.dataclass(frozen=True)
