@@ -17,8 +17,8 @@ from xstage_ext.testing import Timing
 OP = "megamoe_plans"
 """Result lines of this kind hold every plan of a configuration."""
 ALONE = 0.2
-"""How much a plan's time alone counts beside its time in turns. By time alone only, layers with many
-rows and a busy link lose up to 5% in turns; by time in turns only, as much alone."""
+"""How much a plan's time alone counts beside its time in turns. By time alone only, layers with
+many rows and a busy link lose up to 5% in turns; by time in turns only, as much alone."""
 TRACE_OP = "megamoe_trace"
 """And these what the trace build says of one call by a plan."""
 

@@ -132,6 +132,25 @@ def summary(points: Sequence[Point], error: FloatArray) -> str:
     return "\n".join(lines)
 
 
+def summary_alone(
+    points: Sequence[Point], profile: machine.MachineProfile, assume: simulate.Assumptions
+) -> str:
+    """The same constants without a pause between calls, against plans that follow themselves.
+
+    Nothing was fitted to these times: what changes is the clock that the law of power predicts.
+    """
+    mine = [point for point in points if point.measured.alone_us]
+    if not mine:
+        return "alone: not measured"
+    seen = np.array([point.measured.mean_alone_us for point in mine])
+    back_to_back = dataclasses.replace(assume, idle_us=0.0)
+    error = np.log(predicted_us(mine, profile, back_to_back) / seen)
+    return (
+        f"alone, nothing fitted: {len(mine)} plans, error {np.median(np.abs(error)):.1%}, 95% "
+        f"{np.percentile(np.abs(error), 95):.1%}, bias {np.median(error):+.1%}"
+    )
+
+
 def regrets(points: Sequence[Point], error: FloatArray) -> list[float]:
     """Per configuration: what the plan costs that is predicted to be the fastest."""
     by_config: dict[int, list[tuple[float, _plans.Measured]]] = {}
@@ -165,6 +184,7 @@ def main() -> None:
         assume = search(assume, options.fit, cost, options.seconds)
         print(assume)
     print(summary(points, errors(points, predicted_us(points, profile, assume))))
+    print(summary_alone(points, profile, assume))
 
 
 if __name__ == "__main__":
