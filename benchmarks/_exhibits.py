@@ -15,6 +15,7 @@ import numpy.typing as npt
 from xstage_ext import machine
 from xstage_ext.model import BurstGap
 from xstage_ext.planner import attention_choice, choose
+from xstage_ext.planner.attention_cost import Tiles
 from xstage_ext.planner.megamoe import SCHEDULES, MegaMoePlan
 
 matplotlib.use("Agg")
@@ -135,7 +136,7 @@ def predicted_overheads_us(
         heads, heads, shape["head_dim"], rows, causal=shape["causal"]
     )
     told = attention_choice.decide(problem, profile).predicted_us
-    tiles = attention_choice._Tiles.of(problem, profile)
+    tiles = Tiles.of(problem, profile)
     law = BurstGap.of(
         profile.mechanism("tma"), profile.gpu.num_sms, tiles.bytes,
         remote_share=1.0 - 1.0 / world, both_directions=True,
@@ -275,10 +276,10 @@ def prediction(lines: Sequence[Line]) -> Exhibit:
     head = ["arm", "configurations", "median error", "95%", "bias"]
     text = (
         "The constants of the simulator that a machine profile does not hold "
-        "(`simulate.Assumptions`) were fitted to the fitted shapes of this sweep, by "
-        "`benchmarks/fit_simulator.py`; held-out shapes were not. What the simulator knows "
-        "of (half-empty tiles, local rows, pauses between calls) was chosen with the errors of all "
-        "shapes in view."
+        "(`simulate.Assumptions`) were fitted to the fitted shapes of an earlier sweep of the same "
+        "layers, by `benchmarks/fit_simulator.py` (docs/MEASURING.md); held-out shapes were not. "
+        "What the simulator knows of (half-empty tiles, local rows, pauses between calls) was "
+        "chosen with the errors of all shapes in view."
     )
     return Exhibit(text, [(head, rows)], figure)
 

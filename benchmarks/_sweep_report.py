@@ -326,13 +326,15 @@ def _summary(shown: Shown, measured: bool) -> list[str]:
 
 def _alone(shown: Shown) -> list[str]:
     """The main ratio where every plan follows itself."""
-    alone = [({arm: one.arms[arm].get("alone_us") for arm in ARMS}, c.name) for c, one in shown]
+    arms = BASELINE, "planner"
+    alone = [({arm: one.arms[arm].get("alone_us") for arm in arms}, c.name) for c, one in shown]
     both = [(row, name) for row, name in alone if None not in row.values()]
     if not both:
         return []
     result = _sweep.summarise(*zip(*both, strict=True), BASELINE, "planner")
     head = (
-        f"  each following itself, planner over {BASELINE}: geometric mean {result.mean:.3f}x, "
+        f"  each following itself ({len(both)} of {len(shown)} configurations), planner over "
+        f"{BASELINE}: geometric mean {result.mean:.3f}x, "
         f"worst {result.worst[0]:.2f}x ({result.worst[1]}), {len(result.regressions)} below 1"
     )
     return [head, *(f"    alone {ratio:.3f}x {name}" for ratio, name in result.regressions)]

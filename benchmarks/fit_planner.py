@@ -135,7 +135,8 @@ def main() -> None:
                 print(text(f"penalty {penalty:g}, each model left out in turn, {label}", found))
             trials[penalty] = [cost for found in costs for cost in found]
         penalty = min(trials, key=lambda p: float(np.mean([cost for cost, *_ in trials[p]])))
-        rule = fit(fitted, profile, penalty, origin(lines))
+        source = origin([line for line in lines if line["op"] == _plans.OP])
+        rule = fit(fitted, profile, penalty, source)
         data = {"source": rule.source, "penalty": penalty, "ranges": rule.ranges}
         data["weights"] = rule.weights
         ranking._FILE.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

@@ -89,6 +89,7 @@ STABLE_TORCH_LIBRARY(xstage, m) {
   // and weights bf16; topk_idx [T, topk] int32 or int64, -1 skips a slot; topk_weights [T, topk]
   // float32, applied in float32 when the slots of a token are added up; w13 [local experts, 2 *
   // intermediate, hidden] in the plan's weight_layout; w2 [local experts, hidden, intermediate];
+  // x, topk_idx and topk_weights may have any strides (they are copied then), w13 and w2 may not;
   // num_tokens: int32 or int64 of one element on the device of x, when only the first rows of x are
   // tokens (the other rows of the result are zero); expert_load int64 [local experts], to which
   // received rows are added.

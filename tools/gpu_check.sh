@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every GPU check in one call: one-GPU tests, two-rank tests, the benchmarks whose figures stand in
-# benchmarks/results/ (rewritten there), the whole sweep, the machine's profile and its proof. About nine
-# minutes on two H200, on a machine that does nothing else. Each step has its own time limit, so that one
+# benchmarks/results/ (rewritten there), the whole sweep, the machine's profile and its proof. About a
+# quarter of an hour on two H200, on a machine that does nothing else. Each step has its own time limit, so that one
 # hang does not lose the rest; a short table closes the output.
 #
 #   tools/gpu_check.sh                                  # the installed libraries
@@ -12,7 +12,7 @@
 # LIMIT_S scales every limit (default 1). Outside of git write the commit into a file COMMIT: it stands in
 # every result.
 #
-# On two H200 all steps ran through this script, in several calls.
+# On two H200 all steps but the sweep ran through this script, in several calls; the sweep by the same command.
 set -u
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
@@ -90,7 +90,7 @@ if ((gpus >= ranks)); then
   step bench-a2a 180 "${launch[@]}" benchmarks/bench_a2a.py
   step bench-models 90 "${launch[@]}" benchmarks/bench_model.py flux qwen-image wan2.2-720p hunyuan \
     --proxy-world 8 --pairs 20 --out models.jsonl
-  step sweep 480 "${launch[@]}" benchmarks/sweep_84.py --record --budget-s 420
+  step sweep 660 "${launch[@]}" benchmarks/sweep_84.py --record --budget-s 600
   step traces 60 python3 benchmarks/evidence.py spans --measure --record
   step bench-handshake 120 "${launch[@]}" benchmarks/bench_handshake.py
   step bench-burst 120 python3 benchmarks/bench_burst.py

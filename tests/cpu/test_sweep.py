@@ -122,6 +122,30 @@ def test_summary_lists_regressions(benchmarks):
     assert np.isnan(sweep.geometric_mean([]))
 
 
+def test_every_layer_timed_alone_counts(benchmarks):
+    """Whether its other arms were timed alone too or not."""
+    report = benchmarks("_sweep_report")
+    configs = benchmarks("_sweep").load_configs()[:3]
+    times = [
+        {"wave/st": 110.0, "planner": 100.0, "interleaved": 105.0},
+        {"wave/st": 90.0, "planner": 100.0},
+        {"wave/st": 90.0},
+    ]
+    shown = [
+        (
+            config,
+            report.Found(
+                {arm: {"alone_us": us} for arm, us in arms.items()}
+                | {"planner": {"alone_us": arms.get("planner")}}
+            ),
+        )
+        for config, arms in zip(configs, times, strict=True)
+    ]
+    head, *slower = report._alone(shown)
+    assert "(2 of 3 configurations)" in head and f"mean {(1.1 * 0.9) ** 0.5:.3f}x" in head
+    assert slower == [f"    alone 0.900x {configs[1].name}"]
+
+
 @pytest.mark.slow
 def test_the_small_real_layer_agrees(benchmarks):
     check = benchmarks("_layer").check_layer()

@@ -18,7 +18,6 @@ from .attention_problem import AttentionProblem as AttentionProblem
 
 HEAD_DIMS = (64, 128)
 """Head sizes that the CUDA kernels are compiled for."""
-_Tiles = Tiles
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,6 @@ from . import wire
 
 SCHEDULES = ("wave", "interleaved")
 STORES = ("st", "bulk", "paced")
-COMBINES = ("end", "early")
 WEIGHT_LAYOUTS = ("gate_up", "up_gate", "interleaved")
 DISPATCHES = ("pull", "push")
 LAYER_FIELDS = (

@@ -42,8 +42,17 @@ out."""
 DEFAULTS = {"group_blocks": 16, "mix": 0, "slice_rows": 1, "x_ring_blocks": 64, "idle_sms": 0}
 """Groups are whole experts up to 16 m-blocks; all SMs work."""
 
-AT_HOME = "mixed paced 16 g8"
-"""Where no row crosses the link: measured on one GPU, docs/perf_log.md."""
+AT_HOME = {
+    "inter paced 48": 1.0,
+    "inter paced 128": 1.002,
+    "wave paced 64": 1.009,
+    "mixed paced 16 g8": 1.01,
+    "wave st 128": 1.013,
+    "mixed st 32 g8": 1.015,
+    "wave st 64": 1.017,
+}
+"""Where no row crosses the link: mean times of seven layers on one H200 over the fastest family's,
+docs/perf_log.md."""
 
 
 LEAST_LINK = 0.6
@@ -121,9 +130,9 @@ def covers(problem: MoEProblem, profile: machine.MachineProfile) -> bool:
 
 def relative_times(problem: MoEProblem, profile: machine.MachineProfile) -> dict[str, float]:
     """Expected time of every family over that of the fastest, the fastest first."""
-    logs = fitted().log_times(features(problem, profile))
     if problem.remote == 0.0:
-        logs[AT_HOME] = min(logs.values()) - 1e-6
+        return dict(AT_HOME)
+    logs = fitted().log_times(features(problem, profile))
     least = min(logs.values())
     return {name: math.exp(logs[name] - least) for name in sorted(logs, key=lambda n: logs[n])}
 
