@@ -135,7 +135,7 @@ def _ratios(
         *over, reached, dense = means
         cells = [*(f"{mean:.3f}x" for mean in over), f"{reached:.0%}", f"{dense:.0f}"]
         rows.append([model, str(len(values)), *cells])
-    head = ["over the wave with st, geometric mean", "n", "planner", "best arm"]
+    head = ["wave with st over ..., geometric mean", "n", "planner", "best arm"]
     head += ["best measured plan", "ceiling", "planner of ceiling", "dense, TFLOP/s"]
     return head, rows
 

@@ -294,7 +294,7 @@ def _summary(shown: Shown, measured: bool) -> list[str]:
     for baseline, arm in comparisons:
         result = _sweep.summarise(times, names, baseline, arm)
         lines.append(
-            f"  {arm} over {baseline}: geometric mean {result.mean:.3f}x, "
+            f"  {baseline} over {arm}: geometric mean {result.mean:.3f}x, "
             f"best {result.best[0]:.2f}x ({result.best[1]}), "
             f"worst {result.worst[0]:.2f}x ({result.worst[1]}), {len(result.regressions)} below 1"
         )
@@ -310,7 +310,7 @@ def _summary(shown: Shown, measured: bool) -> list[str]:
     lines += _alone(shown)
     for label, chosen in (("all", shown), ("held-out", [s for s in shown if s[0].held_out])):
         if chosen:
-            lines.append(f"  planner's regret, {label}: {_regret_text(chosen)}")
+            lines.append(f"  planner over the best arm, {label}: {_regret_text(chosen)} more")
     attained = sorted(one.arms[BASELINE]["ceiling_us"] / one.us("planner") for _, one in shown)
     middle = attained[len(attained) // 2]
     lines.append(f"  planner's choice reaches {middle:.0%} of the ceiling (median)")
@@ -333,8 +333,8 @@ def _alone(shown: Shown) -> list[str]:
         return []
     result = _sweep.summarise(*zip(*both, strict=True), BASELINE, "planner")
     head = (
-        f"  each following itself ({len(both)} of {len(shown)} configurations), planner over "
-        f"{BASELINE}: geometric mean {result.mean:.3f}x, "
+        f"  each following itself ({len(both)} of {len(shown)} configurations), {BASELINE} "
+        f"over planner: geometric mean {result.mean:.3f}x, "
         f"worst {result.worst[0]:.2f}x ({result.worst[1]}), {len(result.regressions)} below 1"
     )
     return [head, *(f"    alone {ratio:.3f}x {name}" for ratio, name in result.regressions)]

@@ -286,7 +286,7 @@ def main(
         tuple[int, int],
         typer.Option(help="Samples per arm; rounds with every plan of the grid (0: none)."),
     ] = (20, 3),
-    budget_s: Annotated[float, typer.Option(help="Stop before a configuration after this.")] = 480,
+    budget_s: Annotated[float, typer.Option(help="Begin no configuration after so long.")] = 480,
 ) -> None:
     """Run the sweep; see the text at the top of this file."""
     configs = _sweep.load_configs()

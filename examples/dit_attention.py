@@ -32,11 +32,12 @@ def main() -> None:
     heads_first = whole.float().transpose(2, 3)
     expected = torch.nn.functional.scaled_dot_product_attention(*heads_first).transpose(1, 2)
     error = (out.float().cpu() - expected[:, first : first + rows[rank]]).abs().max().item()
-    print(
+    told = (
         f"rank {rank} of {world}: {rows[rank]} rows, path {attention.path}"
         f"{'' if attention.fallback_reason is None else ' (' + attention.fallback_reason + ')'}; "
-        f"largest difference from torch {error:.4f}"
+        f"largest difference from torch {error:.4f}\n"
     )
+    print(told, end="", flush=True)  # in one piece: ranks share the terminal
     attention.close()
     if dist.is_initialized():
         dist.destroy_process_group()

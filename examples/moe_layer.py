@@ -58,7 +58,8 @@ def main() -> None:
     expected = reference.moe_reference(x, experts, weights, w13, w2)
     error = (y.float().cpu() - expected.float()).abs().max().item()
     how = layer.impl if layer.fallback_reason is None else f"fallback: {layer.fallback_reason}"
-    print(f"rank {rank} of {world}: {how}; largest difference from the reference {error:.4f}")
+    told = f"rank {rank} of {world}: {how}; largest difference from the reference {error:.4f}\n"
+    print(told, end="", flush=True)  # in one piece: ranks share the terminal
     layer.close()
     if dist.is_initialized():
         dist.destroy_process_group()

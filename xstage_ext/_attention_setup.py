@@ -14,7 +14,7 @@ from .errors import PeerError, WorkspaceError, XStageError
 from .key_segments import segments_from_mask
 from .planner.attention import MAX_RANKS, AttentionPlan
 from .planner.attention_choice import HEAD_DIMS, AttentionDecision, AttentionProblem, decide
-from .support import describe, device_reason, why_not
+from .support import describe, device_reason, natively, why_not
 
 IMPLS = ("auto", "fa3", "fa4", "torch")
 PATHS = ("fused", "serial", "torch")
@@ -79,10 +79,16 @@ def _(problem: AttentionProblem, device: torch.device) -> str | None:
 
 @describe.register
 def _(problem: AttentionProblem, device: torch.device) -> str:
+    if problem.head_dim not in HEAD_DIMS:  # the CPU takes any size
+        sizes = " and ".join(map(str, HEAD_DIMS))
+        return (
+            f"runs natively on the CPU, slow and exact; GPUs have no kernel for head size "
+            f"{problem.head_dim} (there are {sizes})"
+        )
     decision = decide(problem)
     memory = workspace_bytes(decision.plan, problem)
     return (
-        f"runs natively, {decision.action}, {sum(memory) / 1e6:.0f} MB of workspace per rank: "
+        f"{natively(device)}, {decision.action}, {sum(memory) / 1e6:.0f} MB of workspace per rank: "
         f"{decision.reason} (profile {decision.profile}, {decision.provenance})"
     )
 

@@ -13,7 +13,7 @@ from .errors import PlanError, WorkspaceError, XStageError
 from .planner import choose
 from .planner.megamoe import MegaMoePlan
 from .planner.problem import MoEProblem
-from .support import describe, device_reason, why_not
+from .support import describe, device_reason, natively, why_not
 
 IMPLS = ("auto", "native", "fallback")
 
@@ -122,7 +122,7 @@ def _(problem: MoEProblem, device: torch.device) -> str:
     decision = choose.choose(problem, profile)
     us = choose.predicted_us(problem, decision.plan, profile)
     return (
-        f"runs natively, schedule {decision.action}, predicted {us:.0f} us, "
+        f"{natively(device)}, schedule {decision.action}, predicted {us:.0f} us, "
         f"{decision.bytes / 1e6:.0f} MB of workspace per rank: {decision.reason} "
         f"(profile {decision.profile}, {decision.provenance})"
     )

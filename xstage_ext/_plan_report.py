@@ -96,7 +96,7 @@ class PlanReport:
             return f"{told}. The ranking decides: plans differ by less than the simulator errs."
         return (
             f"{told}, more than it usually errs ({TYPICAL_ERROR:.0%}). The ranking, fitted to like "
-            "layers, decides; nobody measured this one, as `xstage tune` would."
+            "layers, decides; nobody measured this one: `xstage tune` does."
         )
 
     def judged_by(self) -> str:

@@ -64,10 +64,17 @@ def why_not(problem: object, device: torch.device) -> str | None:
     raise TypeError(f"xstage.is_supported: expected a problem of xstage_ext, got {problem!r}")
 
 
+def natively(device: torch.device) -> str:
+    """How native operators run on a device: the beginning of `describe`'s text."""
+    if device.type == "cuda":
+        return "runs natively"
+    return "runs natively (here on the CPU, slow and exact; all that follows is of GPUs)"
+
+
 @functools.singledispatch
 def describe(problem: object, device: torch.device) -> str:
     """What would run natively, and why; called only when nothing stands against it."""
-    return "runs natively"
+    return natively(device)
 
 
 def is_supported(problem: object, device: torch.device | str | int | None = None) -> bool:

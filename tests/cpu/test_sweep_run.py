@@ -163,7 +163,7 @@ def test_wrong_results_are_shown_and_left_out(benchmarks, run, tmp_path):
     path = tmp_path / "sweep_84.part-1-of-1.jsonl"
     write(path, lines)
     text = _console_text(benchmarks, path)
-    assert "planner over wave/st: geometric mean 2.000x" in text
+    assert "wave/st over planner: geometric mean 2.000x" in text
     assert "WRONG results in 1 configurations: left out of all that follows" in text
     assert f"WRONG {configs[1].name}: planner\n" in text
     row = next(line for line in text.splitlines() if " 4096 " in line)

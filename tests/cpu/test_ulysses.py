@@ -354,6 +354,11 @@ def test_head_sizes_of_the_kernels_are_listed(
 def test_explain_on_the_cpu() -> None:
     text = xstage_ext.explain(AttentionProblem(8, 2, 128, (100, 101)), "cpu")
     assert text.startswith("runs natively") and "MB of workspace" in text
+    assert "on the CPU, slow and exact; all that follows is of GPUs" in text
+    odd = xstage_ext.explain(AttentionProblem(8, 2, 96, (100, 101)), "cpu")
+    assert "GPUs have no kernel for head size 96" in odd and "piggyback" not in odd
+    with pytest.raises(PlanError, match=r"rows: expected one number per rank, got 75600"):
+        AttentionProblem(8, 2, 128, 75600)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def _reason(
     plan: AttentionPlan,
     predicted: dict[str, float],
 ) -> str:
-    text = f"{tiles.per_sm} tiles of {tiles.us:.0f} us per SM"
+    text = f"{tiles.per_sm} tile{'s' if tiles.per_sm != 1 else ''} of {tiles.us:.0f} us per SM"
     if problem.world == 1:
         return f"{text}; one rank keeps its output, so there is no All-to-All"
     ends = Ends.of(problem, tiles, profile)

@@ -25,7 +25,9 @@ class AttentionProblem:
         Query and key rows that each rank owns; kv_rows None: the same as rows. The kernels connect
         up to 8 ranks, the fallback any number.
     batch : int
+        Sequences, all of the same rows.
     causal : bool
+        A query row sees keys up to its own place, counted from the ends of both sequences.
     dtype : torch.dtype
         bfloat16 or float16; on the CPU also float32.
     heads_per_rank : tuple of int or None
@@ -51,6 +53,11 @@ class AttentionProblem:
     def __post_init__(self) -> None:
         for name in ("rows", "kv_rows", "heads_per_rank"):
             value = getattr(self, name)
+            if isinstance(value, int):
+                raise PlanError(
+                    f"xstage.AttentionProblem: {name}: expected one number per rank, got {value}; "
+                    f"for one rank ({value},)"
+                )
             object.__setattr__(self, name, None if value is None else tuple(value))
         reason = self.why_not()
         if reason is not None:
