@@ -45,8 +45,10 @@ def snippets(path: pathlib.Path, language: str) -> list[str]:
     return [code for tag, code in FENCE.findall(path.read_text()) if tag == language]
 
 
+@pytest.mark.parametrize("impl", ["native", "fallback"])
 @pytest.mark.parametrize("index", range(len(snippets(ROOT / "README.md", "python"))))
-def test_readme_snippets_run(index: int) -> None:
+def test_readme_snippets_run(monkeypatch: pytest.MonkeyPatch, index: int, impl: str) -> None:
+    monkeypatch.setenv("XSTAGE_IMPL", impl)
     code = snippets(ROOT / "README.md", "python")[index]
     assert len(code.strip().splitlines()) <= 12, "a README example has about ten lines"
     done = run_python(code)
