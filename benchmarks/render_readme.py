@@ -102,11 +102,17 @@ def sweep() -> str:
     return text + markdown(head, rows) + "\n\n" + origin(lines)
 
 
+def _over_planner(complete: Sequence[Mapping[str, Line]], field: str) -> list[float]:
+    """The wave with `st` over the planner's choice by one field; empty where some lack it."""
+    pairs = [(found["wave/st"].get(field), found["planner"].get(field)) for found in complete]
+    ratios = [wave / ours for wave, ours in pairs if wave is not None and ours is not None]
+    return ratios if len(ratios) == len(pairs) else []
+
+
 def _as_the_clock_said(complete: Sequence[Mapping[str, Line]]) -> str:
     """The main ratio without levelling, where times are of levelled samples."""
-    pairs = [(found["wave/st"].get("raw_us"), found["planner"].get("raw_us")) for found in complete]
-    ratios = [wave / ours for wave, ours in pairs if wave is not None and ours is not None]
-    if len(ratios) < len(pairs):
+    ratios = _over_planner(complete, "raw_us")
+    if not ratios:
         return ""
     return (
         " Times are medians of samples levelled by their neighbours in time (docs/MEASURING.md); "
@@ -116,11 +122,8 @@ def _as_the_clock_said(complete: Sequence[Mapping[str, Line]]) -> str:
 
 def _alone(complete: Sequence[Mapping[str, Line]]) -> str:
     """The main ratio where every plan follows itself."""
-    pairs = [
-        (found["wave/st"].get("alone_us"), found["planner"].get("alone_us")) for found in complete
-    ]
-    ratios = [wave / ours for wave, ours in pairs if wave is not None and ours is not None]
-    if len(ratios) < len(pairs):
+    ratios = _over_planner(complete, "alone_us")
+    if not ratios:
         return ""
     return (
         " Called again and again instead of in turns with others, at the clock that its own power "

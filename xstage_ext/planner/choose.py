@@ -166,14 +166,16 @@ def _decide(asked: _Asked, overrides: Mapping[str, int]) -> Decision:
     problem, profile, timed = asked.problem, asked.profile, asked.timed
     told = ranking.relative_times(problem, profile) if timed is None else timed.relative
     family, plan = next(family_plans(problem, profile, asked.ring_bytes, overrides, list(told)))
-    _, usual = next(family_plans(problem, profile, asked.ring_bytes, {}, [family]))
+    usual = plan
+    if overrides:
+        _, usual = next(family_plans(problem, profile, asked.ring_bytes, {}, [family]))
     alike = timed is not None or ranking.covers(problem, profile)
     least = floors(problem, profile)
     return Decision(
         action=SCHEDULES[plan.schedule],
         family=family,
         plan=plan,
-        reason=_reason(asked, family, plan, told, least, plan == usual),
+        reason=_reason(asked, family, plan, told, least, plan == usual, alike),
         expected=tuple(told.items()),
         floors=least,
         bytes=plan.bytes(),
@@ -191,8 +193,10 @@ def _reason(
     told: Mapping[str, float],
     least: Floors,
     as_timed: bool,
+    alike: bool,
 ) -> str:
-    """`as_timed`: the plan is as its family was timed; what is given changes nothing."""
+    """`as_timed`: the plan is as its family was timed; what is given changes nothing. `alike`:
+    such plans were timed with this layer or with layers like it."""
     schedule = ranking.FAMILIES[family]["schedule"]
     others = [us for name, us in told.items() if ranking.FAMILIES[name]["schedule"] != schedule]
     other = "interleaved" if plan.schedule == 0 else "wave"
@@ -205,7 +209,6 @@ def _reason(
     if as_timed and asked.timed is not None:
         text += ", by measurements of this one"
     elif as_timed:
-        alike = ranking.covers(asked.problem, asked.profile)
         of = "like layers" if alike else "other layers (none like it was measured)"
         text += f", by measurements of {of}"
     if plan.schedule == 1:
