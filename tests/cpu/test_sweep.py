@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import itertools
 import json
 import pathlib
@@ -17,14 +16,6 @@ from xstage_ext.testing import Routing
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PROFILE = machine.load("h200x2")
-
-
-@pytest.fixture
-def benchmarks(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    report = importlib.import_module("_report")
-    monkeypatch.setattr(report, "LOCAL_RESULTS", tmp_path)
-    return importlib.import_module
 
 
 def test_84_configurations_with_sources(benchmarks):

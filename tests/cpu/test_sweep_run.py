@@ -17,14 +17,6 @@ PROFILE = machine.load("h200x2")
 
 
 @pytest.fixture
-def benchmarks(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    report = importlib.import_module("_report")
-    monkeypatch.setattr(report, "LOCAL_RESULTS", tmp_path)
-    return importlib.import_module
-
-
-@pytest.fixture
 def run(benchmarks):
     """Runs sweep_84.py with arguments."""
     typer = importlib.import_module("typer")
