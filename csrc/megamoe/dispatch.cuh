@@ -105,8 +105,7 @@ __device__ __forceinline__ void stage_segments(MegaMoeParams const& params, Call
 }
 
 // Where this block's choices go in the lists, by expert; how many rows go to each owner. Block 0
-// tells the owners how many rows of each expert come: each its own, or all of them everything when
-// rows are pushed, since then every source works out where its rows stand at the owners.
+// tells the owners how many rows of each expert come.
 __device__ __forceinline__ void place_routes(MegaMoeParams const& params, CallState const& call,
                                              MegaMoeShared& shared) {
   MegaMoePlan const& plan = params.plan;
@@ -138,9 +137,8 @@ __device__ __forceinline__ void place_routes(MegaMoeParams const& params, CallSt
         uint32_t const taken =
             mine ? atomicAdd(cursors + group * plan.num_experts + expert, mine) : 0;
         shared.routing.positions[expert] = before + sum - count + earlier + taken;
-        for (int32_t told = 0; call.block == 0 && told < plan.world; ++told) {
-          if (told != owner && plan.dispatch != kPush) continue;
-          params.view(told).counts(plan, params.layout, call.bank, rank, owner)[first + lane] =
+        if (call.block == 0) {
+          params.view(owner).counts(plan, params.layout, call.bank, rank, owner)[first + lane] =
               count;
         }
       }
@@ -150,7 +148,7 @@ __device__ __forceinline__ void place_routes(MegaMoeParams const& params, CallSt
   }
 }
 
-// Lists this block's choices: in the owners' kRoutes, or in this rank's own when rows are pushed.
+// Lists this block's choices in the owners' kRoutes; where tokens are pushed, for this rank too.
 // Within an expert the order does not matter: rows are independent, and results come back by slot.
 __device__ __forceinline__ void list_routes(MegaMoeParams const& params, CallState const& call,
                                             MegaMoeShared& shared, int64_t begin, int64_t end) {
@@ -162,10 +160,11 @@ __device__ __forceinline__ void list_routes(MegaMoeParams const& params, CallSta
     if (expert < 0) continue;
     uint32_t const position = atomicAdd(&shared.routing.positions[expert], 1u);
     int32_t const owner = expert / per_rank;
-    uint32_t* const list = plan.dispatch == kPush
-                               ? params.view(rank).routes(plan, params.layout, call.bank, owner)
-                               : params.view(owner).routes(plan, params.layout, call.bank, rank);
-    list[position] = static_cast<uint32_t>(i);
+    uint32_t const route = static_cast<uint32_t>(i);
+    params.view(owner).routes(plan, params.layout, call.bank, rank)[position] = route;
+    if (plan.dispatch == kPush) {
+      params.view(rank).send_routes(plan, params.layout, owner)[position] = route;
+    }
   }
 }
 
@@ -261,9 +260,8 @@ __device__ __forceinline__ bool dispatch_prologue(MegaMoeParams const& params,
   uint32_t* const barriers = own.counter(params.layout, call.bank, MegaMoeCounter::kGridBarriers);
   if (threadIdx.x == 0) red_add_release_gpu(barriers + kCountsAdded, 1);
 
-  bool const pushed = plan.dispatch == kPush;
   // Rows of this rank's own tokens are pulled from x itself.
-  if (plan.world > 1 && !pushed && num_segments(plan) == 1) {
+  if (plan.world > 1 && plan.dispatch != kPush && num_segments(plan) == 1) {
     stage_tokens(params, 0, call.num_tokens,
                  {static_cast<int32_t>(call.block * blockDim.x + threadIdx.x),
                   static_cast<int32_t>(call.num_blocks * blockDim.x)});
@@ -279,14 +277,11 @@ __device__ __forceinline__ bool dispatch_prologue(MegaMoeParams const& params,
   if (!shared.ok) return false;
   place_routes(params, call, shared);
   __syncthreads();
-  // The lists stay here: counts are all that the owners wait for.
-  if (pushed && call.block == 0 && threadIdx.x == 0) signal_owners(params, call);
   list_routes(params, call, shared, begin, end);
   // The stages' memory was used by ordinary accesses; the partner's loads may follow our next signal.
   fence_proxy_async_shared();
   __syncthreads();
-  if (threadIdx.x == 0 && pushed) red_add_release_gpu(barriers + kRoutesStored, 1);
-  if (threadIdx.x == 0 && !pushed) {
+  if (threadIdx.x == 0) {
     fence_acq_rel_sys();
     uint32_t const earlier = atom_add_acq_rel_gpu(barriers + kRoutesStored, 1);
     // Cumulative: what the other blocks released above comes before the signals.

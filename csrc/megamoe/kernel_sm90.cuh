@@ -59,6 +59,7 @@
 #include "mainloop.cuh"
 #include "pull.cuh"
 #include "push.cuh"
+#include "unpack.cuh"
 
 namespace xstage {
 
@@ -204,7 +205,11 @@ template <bool kTrace>
 __device__ __forceinline__ void dispatch_rows(MegaMoeParams const& params, CallState const& call,
                                               MegaMoeShared& shared) {
   if (params.plan.dispatch == kPush) {
-    push_rows<kTrace>(params, call, shared);
+    // One warp of every block sends before it unpacks, the other unpacks what comes.
+    if (threadIdx.x >= 32 * (MegaMoeTraits::kFirstDispatchWarp + 1)) {
+      push_tokens(params, call, shared);
+    }
+    unpack_rows<kTrace>(params, call, shared);
   } else {
     pull_rows<kTrace>(params, call, shared);
   }
@@ -242,12 +247,6 @@ __global__ void __cluster_dims__(MegaMoeTraits::kCluster, 1, 1)
   CallState const call{shared.epoch, static_cast<int32_t>(shared.epoch & 1), tokens_of(params),
                        static_cast<int32_t>(blockIdx.x) - virtual_rank * num_blocks, num_blocks};
   bool const ok = dispatch_prologue(params, call, shared);
-  // The partner multicasts into the stages, where this CTA has listed routes until now. Where rows
-  // are pulled no rank's signal goes out before all of its blocks are through.
-  if (params.plan.dispatch == kPush) {
-    cute::cluster_arrive();
-    cute::cluster_wait();
-  }
   uint64_t const tiles_ns = Tracer<kTrace>::now();
 
   if (threadIdx.x < 128) {

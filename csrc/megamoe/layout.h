@@ -65,6 +65,7 @@ constexpr int32_t kRouteGroups = 16;
 #define XS_MEGAMOE_COUNTERS(X)                                                      \
   X(kGridBarriers, kNumGridBarriers, "arrivals of this rank's CTAs")                \
   X(kTickets, 1, "next cluster tile of the sequence")                               \
+  X(kRowTickets, 1, "next rows to unpack, where they are pushed")                   \
   X(kSegmentsStaged, kMaxSegments, "CTAs that have copied their part of a segment") \
   X(kSendCounts, kRouteGroups* plan.num_experts, "rows by route group and expert")  \
   X(kSendCursors, kRouteGroups* plan.num_experts, "rows of them that are listed")   \
@@ -81,17 +82,21 @@ constexpr int32_t kRouteGroups = 16;
     "uint64 [source]: signal word; counts and routes of that source are in place")               \
   X(kStaged, int64_t{8} * kMaxRanks * kMaxSegments,                                              \
     "uint64 [source][segment]: epoch in which that segment of the source's tokens is in place")  \
+  X(kTokenHere, (plan.dispatch == kPush ? int64_t{8} * plan.token_places() : 0),                 \
+    "uint64 [place]: epoch in which the token in that place of kTokens came")                    \
   X(kExpertDone, int64_t{8} * plan.num_experts,                                                  \
     "uint64 [expert]: epoch in which this rank's rows of that expert have come back")            \
   X(kCounters, 2 * counter_bank_bytes(plan), "uint32 [bank][counter]: see XS_MEGAMOE_COUNTERS")  \
   X(kCounts, int64_t{2} * 4 * plan.world * plan.num_experts,                                     \
-    "uint32 [bank][source][expert]: rows that the source sends; of other owners when pushed")    \
+    "uint32 [bank][source][expert]: rows that the source sends")                                 \
   X(kRoutes, int64_t{2} * 4 * plan.max_rows(),                                                   \
-    "uint32 [bank][source][row]: token * topk + slot, by local expert, without gaps; [owner] "   \
-    "instead of [source] where rows are pushed")                                                 \
+    "uint32 [bank][source][row]: token * topk + slot, by local expert, without gaps")            \
+  X(kSendRoutes, (plan.dispatch == kPush ? int64_t{4} * plan.max_rows() : 0),                    \
+    "uint32 [owner][row]: what this rank has listed in the owner's kRoutes")                     \
   X(kOrigins, int64_t{4} * plan.max_blocks() * plan.block_m,                                     \
     "uint32 [block][row]: source << 28 | token * topk + slot")                                   \
-  X(kTokens, int64_t{2} * plan.max_tokens * plan.hidden, "bf16 [token][hidden]: x of this rank") \
+  X(kTokens, int64_t{2} * plan.token_places() * plan.hidden,                                     \
+    "bf16 [place][hidden]: x of this rank; where tokens are pushed those of the others")         \
   X(kXRing, int64_t{2} * plan.x_ring_blocks * plan.block_m * plan.hidden,                        \
     "bf16 [block mod x_ring_blocks][row][hidden]: received tokens")                              \
   X(kHRing, int64_t{2} * plan.h_ring_blocks * plan.block_m * plan.intermediate,                  \
@@ -188,12 +193,20 @@ struct MegaMoeView {
                         int64_t{1} * (bank * plan.world + source) * plan.num_experts +
                             owner * plan.experts_per_rank());
   }
-  // Rows of one source, or for one owner where rows are pushed, by local expert; expert e starts
-  // after the counts of experts 0 .. e - 1.
+  // Rows of one source by local expert; expert e starts after the counts of experts 0 .. e - 1.
   XS_HD uint32_t* routes(MegaMoePlan const& plan, MegaMoeLayout const& layout, int32_t bank,
                          int32_t source) const {
     return at<uint32_t>(layout, MegaMoeRegion::kRoutes,
                         int64_t{1} * (bank * plan.world + source) * plan.max_tokens * plan.topk);
+  }
+  // The same of this rank, for one owner.
+  XS_HD uint32_t* send_routes(MegaMoePlan const& plan, MegaMoeLayout const& layout,
+                              int32_t owner) const {
+    return at<uint32_t>(layout, MegaMoeRegion::kSendRoutes,
+                        int64_t{1} * owner * plan.max_tokens * plan.topk);
+  }
+  XS_HD uint64_t* token_here(MegaMoeLayout const& layout, int64_t place) const {
+    return at<uint64_t>(layout, MegaMoeRegion::kTokenHere, place);
   }
   XS_HD uint32_t* counter(MegaMoeLayout const& layout, int32_t bank, MegaMoeCounter which) const {
     return reinterpret_cast<uint32_t*>(base + layout.offset(MegaMoeRegion::kCounters) +
@@ -206,8 +219,8 @@ struct MegaMoeView {
   }
   // Two-byte elements: uint16_t stands for bf16 on the host.
   template <class T>
-  XS_HD T* token(MegaMoePlan const& plan, MegaMoeLayout const& layout, int64_t token) const {
-    return at<T>(layout, MegaMoeRegion::kTokens, token * plan.hidden);
+  XS_HD T* token(MegaMoePlan const& plan, MegaMoeLayout const& layout, int64_t place) const {
+    return at<T>(layout, MegaMoeRegion::kTokens, place * plan.hidden);
   }
   template <class T>
   XS_HD T* x_block(MegaMoePlan const& plan, MegaMoeLayout const& layout, int64_t block) const {

@@ -45,11 +45,8 @@ __device__ __forceinline__ bool wait_for_operands(MegaMoeParams const& params,
   };
   bool ok = true;
   if (tile.phase == TilePhase::kLinear1) {
-    // Pushed rows come from peers.
-    uint32_t const* const arrived = counter(MegaMoeCounter::kArrived) + block;
     int32_t const rows = block == tile.block ? tile.rows : plan.block_m;
-    WaitSite const site{Phase::kDispatchRows, -1, call.epoch, static_cast<uint64_t>(rows)};
-    ok = wait_until(params.workspace, site, [&]() -> uint64_t { return ld_acquire_sys(arrived); });
+    ok = reach(Phase::kDispatchRows, counter(MegaMoeCounter::kArrived) + block, rows);
     if (ok && block >= plan.h_ring_blocks) {
       ok = reach(Phase::kLinear2Ready,
                  counter(MegaMoeCounter::kLinear2Done) + block - plan.h_ring_blocks,

@@ -45,6 +45,13 @@ class RankCall {
   MegaMoeView own() const { return view(rank_); }
   uint32_t* counter(MegaMoeCounter which) const { return own().counter(layout_, bank_, which); }
 
+  uint16_t const* own_token(int64_t choice) const {
+    return static_cast<uint16_t const*>(a_.x.const_data_ptr()) +
+           choice / plan_.topk * plan_.hidden;
+  }
+  uint16_t* pushed_token(int32_t source, int32_t owner, int64_t choice, int32_t expert);
+  void push_token(int64_t choice, int32_t expert);
+
   int32_t expert_of(int64_t choice) const;
   bool wait_for_sources();
   void read_counts();
@@ -89,8 +96,10 @@ int32_t RankCall::expert_of(int64_t choice) const {
 void RankCall::send() {
   std::memset(own().counter(layout_, bank_ ^ 1, MegaMoeCounter::kGridBarriers), 0,
               static_cast<size_t>(layout_.counter_bank));
-  std::memcpy(own().token<uint16_t>(plan_, layout_, 0), a_.x.const_data_ptr(),
-              static_cast<size_t>(num_tokens_ * plan_.hidden * 2));
+  if (plan_.dispatch == kPull) {
+    std::memcpy(own().token<uint16_t>(plan_, layout_, 0), a_.x.const_data_ptr(),
+                static_cast<size_t>(num_tokens_ * plan_.hidden * 2));
+  }
 
   int32_t const per_rank = plan_.experts_per_rank();
   uint32_t* const counts = counter(MegaMoeCounter::kSendCounts);
@@ -113,12 +122,29 @@ void RankCall::send() {
     if (expert < 0) continue;
     uint32_t* const routes = view(expert / per_rank).routes(plan_, layout_, bank_, rank_);
     routes[cursors[expert]++] = static_cast<uint32_t>(i);
+    if (plan_.dispatch == kPush) push_token(i, expert);
   }
   if (cpu::aborted(workspace_)) return;
   for (int32_t i = 1; i <= plan_.world; ++i) {
     MegaMoeView const dst = view((rank_ + i) % plan_.world);
     cpu::st_release(dst.dispatch_signal(layout_, rank_), workspace_.signal(epoch_));
   }
+}
+
+// Where the token of a choice lies at the owner of the expert; null for this rank's own.
+uint16_t* RankCall::pushed_token(int32_t source, int32_t owner, int64_t choice, int32_t expert) {
+  int32_t const distance = (source - owner + plan_.world) % plan_.world;
+  if (distance == 0) return nullptr;
+  int64_t const place = plan_.token_place(distance, plan_.token_set(expert),
+                                          static_cast<int32_t>(choice / plan_.topk));
+  return view(owner).token<uint16_t>(plan_, layout_, place);
+}
+
+// A token goes to its place at the owner; a second time if it has several choices there.
+void RankCall::push_token(int64_t choice, int32_t expert) {
+  int32_t const per_rank = plan_.experts_per_rank();
+  uint16_t* const to = pushed_token(rank_, expert / per_rank, choice, expert % per_rank);
+  if (to != nullptr) std::memcpy(to, own_token(choice), static_cast<size_t>(plan_.hidden) * 2);
 }
 
 bool RankCall::wait_for_sources() {
@@ -173,9 +199,12 @@ void RankCall::pull_block(int64_t block) {
     for (int32_t e = 0; e < expert; ++e) first += counts[e];
     uint32_t const route = own().routes(plan_, layout_, bank_, from.source)[first + from.index];
     origins[r] = pack_origin(from.source, route);
-    std::memcpy(to + int64_t{1} * r * plan_.hidden,
-                view(from.source).token<uint16_t>(plan_, layout_, route / plan_.topk),
-                static_cast<size_t>(plan_.hidden) * 2);
+    uint16_t const* row = view(from.source).token<uint16_t>(plan_, layout_, route / plan_.topk);
+    if (plan_.dispatch == kPush) {
+      uint16_t const* const pushed = pushed_token(from.source, rank_, route, expert);
+      row = pushed == nullptr ? own_token(route) : pushed;
+    }
+    std::memcpy(to + int64_t{1} * r * plan_.hidden, row, static_cast<size_t>(plan_.hidden) * 2);
   }
   counter(MegaMoeCounter::kArrived)[block] = static_cast<uint32_t>(rows);
 }

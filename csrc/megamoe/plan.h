@@ -36,7 +36,8 @@ namespace xstage {
   X(slice_rows, 1, 256, "rows that a paced storer issues per step")                             \
   X(combine, 0, 1, "0 when every rank has finished, 1 token by token as its experts finish")    \
   X(weight_layout, 0, 2, "rows of w13: 0 gate then up, 1 up then gate, 2 gate and up in turns") \
-  X(dispatch, 0, 1, "rows are 0 pulled by the owners of experts, 1 pushed by their sources")
+  X(dispatch, 0, 1, "0 owners of experts pull rows, 1 sources push tokens, once per owner")      \
+  X(token_sets, 1, 128, "pushed: sets of an owner's experts that a token is sent to once each")
 
 enum MegaMoeSchedule : int32_t { kExpertWave = 0, kInterleaved = 1 };
 enum MegaMoeStore : int32_t { kPlainStores = 0, kBulkBurst = 1, kBulkPaced = 2 };
@@ -74,6 +75,16 @@ struct MegaMoePlan {
   XS_HD int32_t min_h_ring_blocks() const {
     return schedule == kExpertWave ? wave_blocks : lead_blocks + 2 * group_blocks;
   }
+  // Which set of an owner's experts a local expert belongs to.
+  XS_HD int32_t token_set(int32_t expert) const { return expert * token_sets / experts_per_rank(); }
+  // Tokens that peers bring together, or this rank keeps for them, have a place of their own.
+  XS_HD int64_t token_places() const {
+    return dispatch == kPush ? int64_t{1} * (world - 1) * token_sets * max_tokens : max_tokens;
+  }
+  // Pushed: the place of a token at an owner, `distance` (1 to world - 1) ranks before its source.
+  XS_HD int64_t token_place(int32_t distance, int32_t set, int32_t token) const {
+    return (int64_t{1} * (distance - 1) * token_sets + set) * max_tokens + token;
+  }
   // Tokens of a group must fit together: the CTAs of a cluster work on two blocks of it at once.
   XS_HD int32_t min_x_ring_blocks() const { return group_blocks; }
 };
@@ -100,10 +111,8 @@ inline void check_plan(MegaMoePlan const& plan) {
   XS_CHECK(plan.block_n % 32 == 0, who, "block_n: expected a multiple of 32, got ", plan.block_n);
   XS_CHECK(plan.num_sms % plan.cluster_size == 0, who, "num_sms: expected a multiple of ",
            plan.cluster_size, " (cluster_size), got ", plan.num_sms);
-  XS_CHECK(plan.dispatch != kPush || kDispatchWarps * plan.num_sms >= plan.world, who,
-           "num_sms: expected at least ", ceil_div(plan.world, kDispatchWarps),
-           " where rows are pushed (two push warps per SM, one for every rank), got ",
-           plan.num_sms);
+  XS_CHECK(plan.token_sets <= plan.experts_per_rank(), who, "token_sets: expected at most ",
+           plan.experts_per_rank(), " (experts per rank), got ", plan.token_sets);
   XS_CHECK(plan.h_ring_blocks >= plan.min_h_ring_blocks(), who, "h_ring_blocks: expected at least ",
            plan.min_h_ring_blocks(), " for this schedule, got ", plan.h_ring_blocks);
   XS_CHECK(plan.x_ring_blocks >= plan.min_x_ring_blocks(), who, "x_ring_blocks: expected at least ",

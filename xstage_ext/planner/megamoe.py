@@ -52,6 +52,7 @@ class MegaMoePlan:
     combine: int = 0
     weight_layout: int = 0
     dispatch: int = 0
+    token_sets: int = 1
 
     @property
     def experts_per_rank(self) -> int:
