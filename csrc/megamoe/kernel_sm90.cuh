@@ -205,10 +205,7 @@ template <bool kTrace>
 __device__ __forceinline__ void dispatch_rows(MegaMoeParams const& params, CallState const& call,
                                               MegaMoeShared& shared) {
   if (params.plan.dispatch == kPush) {
-    // One warp of every block sends before it unpacks, the other unpacks what comes.
-    if (threadIdx.x >= 32 * (MegaMoeTraits::kFirstDispatchWarp + 1)) {
-      push_tokens(params, call, shared);
-    }
+    push_tokens(params, call, shared);
     unpack_rows<kTrace>(params, call, shared);
   } else {
     pull_rows<kTrace>(params, call, shared);

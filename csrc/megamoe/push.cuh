@@ -36,55 +36,83 @@ __device__ __forceinline__ bool sends_token(MegaMoeParams const& params, int32_t
   return first;
 }
 
-// The lists of all owners in turns, 32 choices at a time, shared out among the blocks. A group of tokens
-// is announced behind the first loads of the next, when most of its stores have arrived.
+#ifndef FIRST_ROUND
+#define FIRST_ROUND 4
+#endif
+constexpr int kFirstRound = FIRST_ROUND;
+
+// The next rows of `left`, as many as are sent between two announcements.
+__device__ __forceinline__ uint32_t take_group(uint32_t& left, int most) {
+  uint32_t group = 0;
+  for (int i = 0; i < most && left != 0; ++i, left &= left - 1) group |= left & -left;
+  return group;
+}
+
+// A group of tokens is announced behind the first loads of the next, when most of its stores have
+// arrived.
 __device__ __forceinline__ void push_tokens(MegaMoeParams const& params, CallState const& call,
                                             MegaMoeShared const& shared) {
   MegaMoePlan const& plan = params.plan;
   int const lane = threadIdx.x % 32;
   int32_t const rank = static_cast<int32_t>(params.workspace.rank);
   MegaMoeView const own = params.view(rank);
-  int32_t const peers = plan.world - 1;
   int32_t const row_bytes = 2 * plan.hidden;
   int const most = max_of(1, kGroupBytes / row_bytes);
   int32_t longest = 0;  // list of a peer
-  for (int32_t i = 1; i <= peers; ++i) {
+  for (int32_t i = 1; i < plan.world; ++i) {
     longest = max_of(longest, static_cast<int32_t>(shared.sent[(rank + i) % plan.world]));
   }
-  uint64_t* pending = nullptr;  // this lane's token of the group before is here
+  char const* const x = reinterpret_cast<char const*>(params.x);
+  auto const row_of = [&](auto* base, int32_t row) { return base + int64_t{row} * row_bytes; };
+  int32_t pending_owner = 0;
+  int32_t pending = -1;  // place of this lane's token in the group before
   auto const announce = [&] {
-    if (!__any_sync(0xffffffffu, pending != nullptr)) return;
+    if (!__any_sync(0xffffffffu, pending >= 0)) return;
     __syncwarp();
-    if (pending != nullptr) st_release_sys(pending, call.epoch);
-    pending = nullptr;
+    if (pending >= 0) {
+      st_release_sys(params.view(pending_owner).token_here(params.layout, pending), call.epoch);
+    }
+    pending = -1;
   };
-  for (int32_t batch = call.block; batch < peers * ceil_div(longest, 32);
-       batch += call.num_blocks) {
-    int32_t const distance = peers - batch % peers;  // the next rank first
-    int32_t const owner = (rank + plan.world - distance) % plan.world;
-    int32_t const position = batch / peers * 32 + lane;
-    uint64_t* here = nullptr;
-    char const* from = nullptr;
-    char* to = nullptr;
-    if (position < static_cast<int32_t>(shared.sent[owner])) {
-      int32_t const route = __ldcg(own.send_routes(plan, params.layout, owner) + position);
-      int32_t const token = route / plan.topk;
-      int32_t const local = expert_of(params, route) - owner * plan.experts_per_rank();
-      if (sends_token(params, owner, int64_t{1} * token * plan.topk, route % plan.topk, local)) {
-        int64_t const place = plan.token_place(distance, plan.token_set(local), token);
-        MegaMoeView const there = params.view(owner);
-        here = there.token_here(params.layout, place);
-        from = reinterpret_cast<char const*>(params.x) + int64_t{1} * token * row_bytes;
-        to = there.token<char>(plan, params.layout, 0) + place * row_bytes;
-        bulk_prefetch_l2(from, row_bytes);
+  bool const sender = threadIdx.x >= 32 * (MegaMoeTraits::kFirstDispatchWarp + 1);
+  int32_t const all = MegaMoeTraits::kDispatchWarps * call.num_blocks;
+  // Positions of every list, one per lane: all warps share out the first, then only the senders.
+  int32_t begin = call.block + (sender ? 0 : call.num_blocks);
+  int32_t stride = all;
+  int32_t lanes = kFirstRound;
+  while (begin < longest) {
+    for (int32_t distance = plan.world - 1; distance > 0; --distance) {  // the next rank first
+      int32_t const owner = (rank + plan.world - distance) % plan.world;
+      int32_t const position = begin + lane * stride;
+      int32_t token = 0;
+      int32_t place = -1;  // at the owner
+      if (lane < lanes && position < static_cast<int32_t>(shared.sent[owner])) {
+        int32_t const route = __ldcg(own.send_routes(plan, params.layout, owner) + position);
+        token = route / plan.topk;
+        int32_t const local = expert_of(params, route) - owner * plan.experts_per_rank();
+        if (sends_token(params, owner, int64_t{1} * token * plan.topk, route % plan.topk, local)) {
+          place = plan.token_place(distance, plan.token_set(local), token);
+        }
+      }
+      char* const places = params.view(owner).token<char>(plan, params.layout, 0);
+      uint32_t left = __ballot_sync(0xffffffffu, place >= 0);
+      uint32_t next = take_group(left, most);
+      if (next >> lane & 1) bulk_prefetch_l2(row_of(x, token), row_bytes);
+      while (next != 0) {
+        uint32_t const group = next;
+        next = take_group(left, most);
+        if (next >> lane & 1) bulk_prefetch_l2(row_of(x, token), row_bytes);
+        move_rows(
+            group, row_bytes, [&](int from) { return row_of(x, of_lane(token, from)); },
+            [&](int from) { return row_of(places, of_lane(place, from)); }, announce);
+        pending = group >> lane & 1 ? place : -1;
+        pending_owner = owner;
       }
     }
-    for (uint32_t left = __ballot_sync(0xffffffffu, here != nullptr); left != 0;) {
-      uint32_t group = 0;
-      for (int i = 0; i < most && left != 0; ++i, left &= left - 1) group |= left & -left;
-      move_rows(group, from, to, row_bytes, announce);
-      pending = group >> lane & 1 ? here : nullptr;
-    }
+    if (!sender) break;
+    begin = stride == all ? kFirstRound * all + call.block : begin + 32 * call.num_blocks;
+    stride = call.num_blocks;
+    lanes = 32;
   }
   announce();
 }

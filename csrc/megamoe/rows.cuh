@@ -6,7 +6,10 @@
 namespace xstage {
 
 constexpr int kRowBatch = 16;              // rows that a warp works out together, one per lane
-constexpr int32_t kGroupBytes = 16 << 10;  // moved between two announcements
+#ifndef GROUP_BYTES
+#define GROUP_BYTES 16384
+#endif
+constexpr int32_t kGroupBytes = GROUP_BYTES;  // moved between two announcements
 
 // Up to 4 KiB of a row, in the registers of one warp: 16 bytes per lane and load. By assembly: the
 // compiler would make an address of its own for each load.
@@ -44,29 +47,30 @@ struct RowPiece {
   }
 };
 
-// Copies one row per bit of `lanes`: lane l holds the addresses of its own. Whole warp. `meanwhile`
+// Copies one row per bit of `lanes`, from from_row(l) to to_row(l) for lane l; whole warp. `meanwhile`
 // runs behind the loads of each piece.
-template <class Meanwhile>
-__device__ __forceinline__ void move_rows(uint32_t lanes, char const* from, char* to,
-                                          int32_t row_bytes, Meanwhile meanwhile) {
+template <class From, class To, class Meanwhile>
+__device__ __forceinline__ void move_rows(uint32_t lanes, int32_t row_bytes, From from_row, To to_row,
+                                          Meanwhile meanwhile) {
   int32_t const offset = static_cast<int32_t>(threadIdx.x % 32) * 16;
-  auto const of_lane = [](auto pointer, int lane) {
-    return reinterpret_cast<decltype(pointer)>(
-        __shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(pointer), lane));
-  };
 #pragma unroll 1
   for (; lanes != 0; lanes &= lanes - 1) {
     int const lane = __ffs(lanes) - 1;
-    char const* const row_from = of_lane(from, lane);
-    char* const row_to = of_lane(to, lane);
+    char const* const from = from_row(lane) + offset;
+    char* const to = to_row(lane) + offset;
 #pragma unroll 1
-    for (int32_t start = offset; start - offset < row_bytes; start += RowPiece::kBytes) {
+    for (int32_t start = 0; start < row_bytes; start += RowPiece::kBytes) {
       RowPiece piece;
-      piece.load<0>(row_from + start, row_bytes - start);
+      piece.load<0>(from + start, row_bytes - offset - start);
       meanwhile();
-      piece.store<0>(row_to + start, row_bytes - start);
+      piece.store<0>(to + start, row_bytes - offset - start);
     }
   }
+}
+
+// A value of another lane.
+__device__ __forceinline__ int32_t of_lane(int32_t value, int lane) {
+  return __shfl_sync(0xffffffffu, value, lane);
 }
 
 }  // namespace xstage

@@ -20,6 +20,9 @@
 #include "rows.cuh"
 #include "trace.cuh"
 
+#ifndef UNPACK_BYTES
+#define UNPACK_BYTES 16384
+#endif
 namespace xstage {
 
 // A row to copy; lanes without one have a negative block.
@@ -91,7 +94,15 @@ struct UnpackCursor {
   }
 };
 
-// Warps 2 and 3. A group of rows is announced behind the first loads of the next.
+// Rows that a warp copies together; lane l has the l-th.
+struct RowBatch {
+  int32_t count = 0;  // none are left
+  int32_t from;       // place of a peer's token, or ~token of this rank
+  int32_t ring_row;
+  int32_t block = -1;  // a lane without a row
+};
+
+// Warps 2 and 3. Rows are announced behind the first loads of the next.
 template <bool kTrace>
 __device__ __forceinline__ void unpack_rows(MegaMoeParams const& params, CallState const& call,
                                             MegaMoeShared const& shared) {
@@ -100,102 +111,109 @@ __device__ __forceinline__ void unpack_rows(MegaMoeParams const& params, CallSta
   int const lane = threadIdx.x % 32;
   int32_t const rank = static_cast<int32_t>(params.workspace.rank);
   UnpackCursor cursor(params, call, shared);
-  MegaMoeView const own = cursor.own;
+  MegaMoeView const own = params.view(rank);
   auto const counter = [&](MegaMoeCounter which) {
     return own.counter(params.layout, call.bank, which);
   };
-  uint32_t* const tickets = counter(MegaMoeCounter::kRowTickets);
-  uint32_t* const arrived = counter(MegaMoeCounter::kArrived);
   int32_t const row_bytes = 2 * plan.hidden;
-  int const most = max_of(1, kGroupBytes / row_bytes);
   int32_t total = 0;
   for (int32_t e = lane; e < plan.experts_per_rank(); e += 32) total += shared.rows[e];
   total = __reduce_add_sync(0xffffffffu, total);
   // Few rows: a share for every warp.
-  int32_t const rows_each = max_of(
-      1, min_of(kRowBatch, ceil_div(total, 4 * Traits::kDispatchWarps * call.num_blocks)));
+  int32_t const fair = ceil_div(total, 4 * Traits::kDispatchWarps * call.num_blocks);
+  int32_t const rows_each =
+      max_of(1, min_of(min_of(UNPACK_BYTES / row_bytes, kRowBatch), fair));
   Tracer<kTrace> tracer({params.trace, params.trace_records}, blockIdx.x, TraceTrack::kPull,
                         threadIdx.x == 32 * Traits::kFirstDispatchWarp);
-  int32_t pending = -1;  // block of this lane's row in the group before
+  int32_t pending = -1;  // block of this lane's row that is copied, but not announced
   auto const announce = [&] {
     if (!__any_sync(0xffffffffu, pending >= 0)) return;
     __syncwarp();
     uint32_t const alike = __match_any_sync(0xffffffffu, pending);
     if (pending >= 0 && lane == __ffs(alike) - 1) {
-      red_add_release_gpu(arrived + pending, __popc(alike));
+      red_add_release_gpu(counter(MegaMoeCounter::kArrived) + pending, __popc(alike));
     }
     pending = -1;
   };
-  auto const draw = [&] { return lane == 0 ? atomicAdd(tickets, 1u) : 0u; };
+  auto const from_row = [&](int32_t from) {
+    char const* const base = from < 0 ? reinterpret_cast<char const*>(params.x)
+                                      : own.token<char>(plan, params.layout, 0);
+    return base + int64_t{from < 0 ? ~from : from} * row_bytes;
+  };
+  auto const slot_free = [&](int32_t block) -> uint64_t {
+    block -= plan.x_ring_blocks;
+    uint32_t const* const done = counter(MegaMoeCounter::kLinear1Done);
+    return block < 0 ? whole_linear1(plan) : ld_acquire_gpu(done + block);
+  };
+  auto const token_came = [&](int32_t from) {
+    return from < 0 ? call.epoch : ld_acquire_sys(own.token_here(params.layout, from));
+  };
+  auto const draw = [&] {
+    return lane == 0 ? atomicAdd(counter(MegaMoeCounter::kRowTickets), 1u) : 0u;
+  };
   uint32_t ticket = draw();
-  for (;;) {
+  auto const next_batch = [&] {
+    RowBatch batch;
     int32_t const first = uniform(static_cast<int32_t>(ticket)) * rows_each;
-    if (first >= total) break;
-    int const count = min_of(rows_each, total - first);
-    UnpackedRow const row = cursor.find(first, first + count);
+    if (first >= total) return batch;
     ticket = draw();
-    bool const here = row.block >= 0;
-    uint64_t const* token_here = nullptr;  // of a peer's token
-    uint32_t const* slot = nullptr;        // tiles that free the slot of the ring
-    char const* from = nullptr;
-    char* to = nullptr;
-    if (here) {
-      int32_t const token = static_cast<int32_t>(row.route) / plan.topk;
-      int64_t place = token;
-      if (row.source == rank) {
-        from = reinterpret_cast<char const*>(params.x);
-      } else {
-        int32_t const distance = (row.source - rank + plan.world) % plan.world;
-        place = plan.token_place(distance, plan.token_set(row.expert), token);
-        from = own.token<char>(plan, params.layout, 0);
-        token_here = own.token_here(params.layout, place);
-      }
-      from += place * row_bytes;
-      bulk_prefetch_l2(from, row_bytes);
-      int64_t const ring_row = int64_t{row.block % plan.x_ring_blocks} * Traits::kBlockM;
-      to = own.x_block<char>(plan, params.layout, 0) + (ring_row + row.in_block) * row_bytes;
-      if (row.block >= plan.x_ring_blocks) {
-        slot = counter(MegaMoeCounter::kLinear1Done) + row.block - plan.x_ring_blocks;
-      }
-      own.origins(plan, params.layout, row.block)[row.in_block] =
-          pack_origin(row.source, row.route);
-    }
-    auto const slot_free = [&] {
-      return slot == nullptr || ld_acquire_gpu(slot) >= whole_linear1(plan);
+    batch.count = min_of(rows_each, total - first);
+    UnpackedRow const row = cursor.find(first, first + batch.count);
+    if (row.block < 0) return batch;
+    int32_t const token = static_cast<int32_t>(row.route) / plan.topk;
+    int32_t const distance = (row.source - rank + plan.world) % plan.world;
+    batch.from = distance == 0
+                     ? ~token
+                     : plan.token_place(distance, plan.token_set(row.expert), token);
+    bulk_prefetch_l2(from_row(batch.from), row_bytes);
+    batch.block = row.block;
+    batch.ring_row = row.block % plan.x_ring_blocks * Traits::kBlockM + row.in_block;
+    own.origins(plan, params.layout, row.block)[row.in_block] = pack_origin(row.source, row.route);
+    return batch;
+  };
+  for (;;) {
+    RowBatch const batch = next_batch();
+    if (batch.count == 0) break;
+    auto const ready = [&] {
+      return batch.block >= 0 && slot_free(batch.block) >= whole_linear1(plan) &&
+             token_came(batch.from) >= call.epoch;
     };
-    auto const token_came = [&] {
-      return token_here == nullptr || ld_acquire_sys(token_here) >= call.epoch;
-    };
-    bool open = here && slot_free() && token_came();
-    for (int at = 0; at < count;) {
+    bool open = ready();
+    for (int at = 0; at < batch.count;) {
       uint64_t const start_ns = Tracer<kTrace>::now();
       // Rows up to the first that has to wait: others may wait for those before it.
       uint32_t const closed = ~__ballot_sync(0xffffffffu, open) >> at;
       __syncwarp();  // all lanes read and store what one has seen there and free
-      int const ready = min_of(min_of(__ffs(closed) - 1, most), count - at);
-      if (ready == 0) {
+      int const count = min_of(__ffs(closed) - 1, batch.count - at);
+      if (count == 0) {
         announce();
         bool const mine = lane == at;
-        WaitSite const slot_site{Phase::kDispatchRows, -1, call.epoch, whole_linear1(plan)};
-        if (!warp_wait_until(params.workspace, slot_site, [&]() -> uint64_t {
-              return mine && slot != nullptr ? ld_acquire_gpu(slot) : whole_linear1(plan);
+        int32_t const distance = batch.from / (plan.token_sets * plan.max_tokens) + 1;
+        WaitSite const slot{Phase::kDispatchRows, -1, call.epoch, whole_linear1(plan)};
+        WaitSite const token{Phase::kDispatchRows, (rank + distance) % plan.world, call.epoch,
+                             call.epoch};
+        if (!warp_wait_until(params.workspace, slot, [&]() -> uint64_t {
+              return mine ? slot_free(batch.block) : whole_linear1(plan);
             })) {
           return;
         }
-        WaitSite const token_site{Phase::kDispatchRows, row.source, call.epoch, call.epoch};
-        if (!warp_wait_until(params.workspace, token_site, [&]() -> uint64_t {
-              return mine && token_here != nullptr ? ld_acquire_sys(token_here) : call.epoch;
+        if (!warp_wait_until(params.workspace, token, [&]() -> uint64_t {
+              return mine ? token_came(batch.from) : call.epoch;
             })) {
           return;
         }
-        open = here && (open || mine || (slot_free() && token_came()));
+        open = open || mine || ready();
         continue;
       }
-      uint32_t const group = ((1u << ready) - 1) << at;
-      move_rows(group, from, to, row_bytes, announce);
-      pending = group >> lane & 1 ? row.block : -1;
-      tracer.add(TraceKind::kPull, int64_t{row.block} << 24, start_ns, ready, 0, 0, 0);
-      at += ready;
+      uint32_t const group = ((1u << count) - 1) << at;
+      char* const ring = own.x_block<char>(plan, params.layout, 0);
+      move_rows(
+          group, row_bytes, [&](int of) { return from_row(of_lane(batch.from, of)); },
+          [&](int of) { return ring + int64_t{of_lane(batch.ring_row, of)} * row_bytes; },
+          announce);
+      pending = group >> lane & 1 ? batch.block : -1;
+      tracer.add(TraceKind::kPull, int64_t{batch.block} << 24, start_ns, count, 0, 0, 0);
+      at += count;
     }
   }
   announce();
