@@ -33,7 +33,6 @@ experts pull every row (the published experiment); `wave` and `interleaved` send
 paced slices."""
 
 EXTRA_PLANS: dict[str, dict[str, int]] = {
-    "wave st 64 early": {"schedule": 0, "store": 0, "wave_blocks": 64, "combine": 1},
     "wave bulk 64": {"schedule": 0, "store": 1, "wave_blocks": 64},
     "inter st 64": {"schedule": 1, "store": 0, "lead_blocks": 64},
     "inter st 128": {"schedule": 1, "store": 0, "lead_blocks": 128},
@@ -296,8 +295,7 @@ def grid_plans(
     """The plans that are measured beside the arms: every family of the planner, and others."""
     plans = {}
     for name, fields in (ranking.FAMILIES | (TRIALS if trials else EXTRA_PLANS)).items():
-        plan = choose.family_plan(config.problem, profile, ranking.DEFAULTS | fields)
-        plans[name] = dataclasses.replace(plan, combine=fields.get("combine", 0))
+        plans[name] = choose.family_plan(config.problem, profile, ranking.DEFAULTS | fields)
     return plans
 
 

@@ -11,7 +11,6 @@ that case. Arms, all in one process, interleaved, each the maximum over ranks:
                            the published experiment
   wave bulk, inter bulk    asynchronous stores, each half tile at once
   wave paced, inter paced  asynchronous stores, a row per warp and step
-  ... early                tokens are added up as their experts finish, not at the end
   chosen                   the planner's plan
   local                    our kernel, the same rows, all experts on this rank
   gemms                    torch's two grouped products alone, no activation, no copies between
@@ -55,7 +54,6 @@ ARMS: dict[str, dict[str, int]] = {
     "inter bulk": {**MIXED, "store": 1},
     "wave paced": {"schedule": 0, "store": 2, "slice_rows": 1},
     "inter paced": {**MIXED, "store": 2, "slice_rows": 1},
-    "inter st early": {**MIXED, "store": 0, "combine": 1},
     "chosen": {},
 }
 """Fields of the plan that an arm fixes; the planner chooses the others."""

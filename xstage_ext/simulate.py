@@ -268,7 +268,7 @@ def simulate_megamoe(
     visibility = assume.visibility_us
     signal = mechanism.visibility_us if visibility is None else visibility
     tokens = plan.max_tokens if num_tokens is None else num_tokens
-    combine_us = _combine_us(plan, profile, tokens, tiles_us) / assume.combine_share
+    combine_us = _combine_us(plan, profile, tokens) / assume.combine_share
     last = max(tiles_us, drained_us + signal + profile.rates.flag_us)
     bin_us = _BIN_US
     return Simulation(
@@ -364,18 +364,10 @@ def simulation_fields() -> list[str]:
     return [line.split(" ", 1)[0] for line in lines]
 
 
-def _combine_us(plan: MegaMoePlan, profile: MachineProfile, tokens: int, tiles_us: float) -> float:
+def _combine_us(plan: MegaMoePlan, profile: MachineProfile, tokens: int) -> float:
     """What adding up the slots of every token costs after the last row has come.
 
-    All at the end: it reads topk rows per token and writes one, at the memory rate. Early: a token
-    is ready when the last of its experts is; with experts finishing one after the other over the
-    call, a share f^topk of the tokens is ready at the fraction f of it.
+    It reads topk rows per token and writes one, at the memory rate.
     """
     row = 2.0 * plan.hidden
-    whole = (plan.topk + 1.0) * tokens * row / (profile.rates.hbm_GBps * 1e3)
-    if plan.combine == 0 or tiles_us <= 0.0:
-        return whole
-    fraction = np.linspace(0.0, 1.0, 257)
-    left = (1.0 - fraction**plan.topk) * whole - (1.0 - fraction) * tiles_us
-    at_least = row * plan.topk * min(tokens, 132) / (profile.rates.hbm_GBps * 1e3)
-    return float(max(left.max(), at_least, 0.0))
+    return (plan.topk + 1.0) * tokens * row / (profile.rates.hbm_GBps * 1e3)

@@ -1,12 +1,9 @@
 // Combine: y[token] = routed_scale * sum over slots, in ascending order, of weight * result, in
 // fp32.
 //
-// At the end: by the math and dispatch warps of every block when all ranks have stored all results
-// (Channel::from); these come by bulk copies into rings in the memory of the stages. Early: ranks
-// work through their experts in order; when all of them have finished their n-th expert
-// (kExpertDone), tokens that need no later one are added up by the dispatch warps, and only the
-// tokens of the last turn are left for the end. One order of addition, whatever the schedule and the
-// plan, so that results are bitwise the same.
+// By the math and dispatch warps of every block when all ranks have stored all results
+// (Channel::from); these come by bulk copies into rings in the memory of the stages. One order of
+// addition, whatever the schedule and the plan, so that results are bitwise the same.
 #pragma once
 
 #include "common/channel.cuh"
@@ -52,133 +49,10 @@ __device__ __forceinline__ TokenSlots load_slots(MegaMoeParams const& params, Ca
   return slots;
 }
 
-constexpr int kPieceChunks = 2;  // of 512 bytes: what a warp adds up at once without its ring
-
-// That much of a row, from `first` on, by one warp.
-__device__ __forceinline__ void combine_piece(MegaMoeParams const& params, int32_t token,
-                                              TokenSlots slots, int32_t first) {
-  constexpr int kBatch = 4;  // slots whose loads are in flight together
-  MegaMoePlan const& plan = params.plan;
-  MegaMoeView const own = params.view(params.workspace.rank);
-  int32_t const offset = first + threadIdx.x % 32 * 16;
-  int32_t const row_bytes = 2 * plan.hidden;
-  char const* const rows =
-      own.combine_row<char>(plan, params.layout, 0, 0) + int64_t{1} * token * row_bytes + offset;
-  int64_t const slot_stride = int64_t{1} * plan.max_tokens * row_bytes;
-  float acc[kPieceChunks][8] = {};
-  uint32_t left = __ballot_sync(0xffffffffu, slots.used);
-  while (left != 0) {
-    uint4 values[kBatch][kPieceChunks];
-    uint32_t ahead = left;
-#pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      if (ahead == 0) continue;
-      char const* const from = rows + (__ffs(ahead) - 1) * slot_stride;
-      ahead &= ahead - 1;
-#pragma unroll
-      for (int c = 0; c < kPieceChunks; ++c) {
-        bool const inside = offset + c * 512 < row_bytes;
-        values[b][c] = inside ? __ldcg(reinterpret_cast<uint4 const*>(from + c * 512)) : uint4{};
-      }
-    }
-#pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      if (left == 0) continue;
-      float const weight = __shfl_sync(0xffffffffu, slots.weight, __ffs(left) - 1);
-      left &= left - 1;
-#pragma unroll
-      for (int c = 0; c < kPieceChunks; ++c) add_weighted(acc[c], values[b][c], weight);
-    }
-  }
-  char* const y = reinterpret_cast<char*>(params.y) + int64_t{1} * token * row_bytes + offset;
-#pragma unroll
-  for (int c = 0; c < kPieceChunks; ++c) {
-    if (offset + c * 512 >= row_bytes) continue;
-    store_sum(y + c * 512, acc[c], params.routed_scale);
-  }
-}
-
-// One token by one warp, or a row that is no token, which becomes zero.
-__device__ __forceinline__ void combine_row_of(MegaMoeParams const& params, CallState const& call,
-                                               int32_t token) {
-  TokenSlots const slots = load_slots(params, call, token);
-  for (int32_t first = 0; first < 2 * params.plan.hidden; first += kPieceChunks * 512) {
-    combine_piece(params, token, slots, first);
-  }
-}
-
-// Where in the order of every rank's experts the last of a token's experts stands; 0 without any.
-__device__ __forceinline__ int32_t last_turn(MegaMoeParams const& params, CallState const& call,
-                                             int32_t token) {
-  if (token >= call.num_tokens) return 0;
-  int32_t turn = 0;
-  for (int32_t slot = 0; slot < params.plan.topk; ++slot) {
-    int32_t const expert = expert_of(params, int64_t{1} * token * params.plan.topk + slot);
-    if (expert >= 0) turn = max_of(turn, expert % params.plan.experts_per_rank());
-  }
-  return turn;
-}
-
-// The rows of y whose last expert has this turn, shared out over `stride` warps.
-__device__ __forceinline__ void combine_turn(MegaMoeParams const& params, CallState const& call,
-                                             int32_t turn, int32_t first, int32_t stride) {
-  int const lane = threadIdx.x % 32;
-  for (int32_t row = first; row < params.rows; row += 32 * stride) {
-    int32_t const mine = row + lane * stride;
-    bool const due = mine < params.rows && last_turn(params, call, mine) == turn;
-    for (uint32_t left = __ballot_sync(0xffffffffu, due); left != 0; left &= left - 1) {
-      combine_row_of(params, call, row + (__ffs(left) - 1) * stride);
-    }
-  }
-}
-
-// Early combine, the dispatch warps when their rows are on the way: tells the sources which experts
-// of this rank are done, and adds up tokens whose experts are, except for the last turn. False when
-// it gave up: sums are missing.
-__device__ __forceinline__ bool combine_early(MegaMoeParams const& params, CallState const& call,
-                                              MegaMoeShared const& shared) {
-  using Traits = MegaMoeTraits;
-  MegaMoePlan const& plan = params.plan;
-  MegaMoeView const own = params.view(params.workspace.rank);
-  int32_t const rank = static_cast<int32_t>(params.workspace.rank);
-  int32_t const per_rank = plan.experts_per_rank();
-  int const lane = threadIdx.x % 32;
-  int const warp = threadIdx.x / 32 - Traits::kFirstDispatchWarp;
-  uint32_t const* const stored =
-      own.counter(params.layout, call.bank, MegaMoeCounter::kExpertStored);
-  // One warp per expert; the last turn is announced by the end of the call.
-  for (int32_t expert = call.block; warp == 0 && expert < per_rank - 1; expert += call.num_blocks) {
-    WaitSite const site{Phase::kLinear2Ready, -1, call.epoch,
-                        uint64_t{2} * shared.rows[expert] * plan.linear2_tiles()};
-    bool const ok = warp_wait_until(params.workspace, site,
-                                    [&]() -> uint64_t { return ld_acquire_gpu(stored + expert); });
-    if (!ok) return false;
-    if (lane < plan.world) {
-      st_release_sys(params.view(lane).expert_done(params.layout, rank * per_rank + expert),
-                     call.epoch);
-    }
-  }
-  int32_t const first = warp * call.num_blocks + call.block;
-  for (int32_t turn = 0; turn < per_rank - 1; ++turn) {
-    bool ok = true;
-    if (lane < plan.world) {
-      int32_t const expert = lane * plan.experts_per_rank() + turn;
-      uint64_t const* const word =
-          params.view(params.workspace.rank).expert_done(params.layout, expert);
-      WaitSite const site{Phase::kCombineArrival, lane, call.epoch, call.epoch};
-      ok = wait_until(params.workspace, site, [&] { return ld_acquire_sys(word); });
-    }
-    if (!__all_sync(0xffffffffu, ok)) return false;
-    __syncwarp();  // what these lanes acquired, all may read
-    combine_turn(params, call, turn, first, call.num_blocks * Traits::kDispatchWarps);
-  }
-  return true;
-}
-
 // What a warp adds up: units first, first + stride, ... of rows, or of pieces of rows where those
 // are few, so that every SM has a part: `split` units to a row, which take its pieces in turns. Unit
-// u belongs to block u mod num_blocks, early or at the end (poison_units relies on it). The slots of
-// the first two are read before the results are there.
+// u belongs to block u mod num_blocks (poison_units relies on it). The slots of the first two are
+// read before the results are there.
 struct CombineUnits {
   int32_t ring;
   int32_t first;
@@ -193,20 +67,21 @@ struct CombineUnits {
     first = ring * call.num_blocks + call.block;
     stride = call.num_blocks * (Traits::kDispatchWarps + Traits::kMathWarps);
     int32_t const most = ceil_div<int32_t>(2 * params.plan.hidden, CombineRing::kBytes);
-    bool const whole = params.plan.combine == kCombineEarly;  // it takes rows one by one
-    split = whole ? 1 : max_of(1, min_of(most, stride / max_of(params.rows, 1)));
+    split = max_of(1, min_of(most, stride / max_of(params.rows, 1)));
     slots = load_slots(params, call, first / split);
     next = load_slots(params, call, (first + stride) / split);
   }
 };
 
-// Results come by bulk copies into the warp's ring, as many as it holds ahead of the sums, across
-// units: loads into registers left the memory idle while sums were formed.
-__device__ __forceinline__ void combine_units(MegaMoeParams const& params, CallState const& call,
-                                              CombineRing& ring, CombineUnits const& work) {
+// Math and dispatch warps of all blocks, when all ranks have stored all results. These come by bulk
+// copies into the warp's ring, as many as it holds ahead of the sums, across units: loads into
+// registers left the memory idle while sums were formed.
+__device__ __forceinline__ void combine_tokens(MegaMoeParams const& params, CallState const& call,
+                                               MegaMoeShared& shared, CombineUnits const& work) {
   constexpr int kPieces = CombineRing::kPieces;
   constexpr int32_t kBytes = CombineRing::kBytes;
   int const lane = threadIdx.x % 32;
+  CombineRing& ring = shared.combine[work.ring];
   MegaMoePlan const& plan = params.plan;
   int32_t const row_bytes = 2 * plan.hidden;
   int64_t const slot_stride = int64_t{1} * plan.max_tokens * row_bytes;
@@ -309,16 +184,6 @@ __device__ __forceinline__ void poison_units(MegaMoeParams const& params, CallSt
     for (int32_t at = unit % split * kBytes; at < row_bytes; at += split * kBytes) {
       poison(y + at, min_of(kBytes, row_bytes - at), threadIdx.x % 32, 32);
     }
-  }
-}
-
-// Math and dispatch warps of all blocks, when all ranks have stored all results.
-__device__ __forceinline__ void combine_tokens(MegaMoeParams const& params, CallState const& call,
-                                               MegaMoeShared& shared, CombineUnits const& work) {
-  if (params.plan.combine == kCombineEarly) {
-    combine_turn(params, call, params.plan.experts_per_rank() - 1, work.first, work.stride);
-  } else {
-    combine_units(params, call, shared.combine[work.ring], work);
   }
 }
 

@@ -65,7 +65,7 @@ __device__ __forceinline__ void store_linear1(MegaMoeParams const& params, CallS
   MegaMoeView const own = params.view(params.workspace.rank);
   int const lane = threadIdx.x % 32;
   int const first_row = (threadIdx.x / 32 - 4) * Traits::kWarpRows;
-  outbox.drain();
+  outbox.drain(params);
   if (first_row < work.rows) {
     outbox.reserve();
     // Staging holds row r and row r + 8 behind each other: 256 bytes each.
@@ -95,9 +95,8 @@ __device__ __forceinline__ void store_linear1(MegaMoeParams const& params, CallS
     __syncwarp();
   }
   outbox.forget_held();
-  outbox.announce_later(
-      own.counter(params.layout, call.bank, MegaMoeCounter::kLinear1Done) + work.block, work.count,
-      Announce::kPlainStores);
+  outbox.announce_later({params, call, MegaMoeCounter::kLinear1Done, work.block,
+                         static_cast<int32_t>(work.count), Announce::kStores});
 }
 
 }  // namespace xstage

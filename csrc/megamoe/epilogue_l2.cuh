@@ -58,22 +58,15 @@ __device__ __forceinline__ void store_linear2(MegaMoeParams const& params, CallS
   using Traits = MegaMoeTraits;
   MegaMoePlan const& plan = params.plan;
   int const first_row = (threadIdx.x / 32 - 4) * Traits::kWarpRows;
-  outbox.drain();
+  outbox.drain(params);
   // The loads of this tile are over: its h ring slot has one reader less.
-  MegaMoeView const own = params.view(params.workspace.rank);
-  outbox.announce_later(
-      own.counter(params.layout, call.bank, MegaMoeCounter::kLinear2Done) + work.block, work.count,
-      Announce::kReads);
+  outbox.announce_later({params, call, MegaMoeCounter::kLinear2Done, work.block,
+                         static_cast<int32_t>(work.count), Announce::kReads});
   if (first_row >= work.rows) {
     outbox.forget_held();
     return;
   }
 
-  if (plan.combine == kCombineEarly) {
-    outbox.stored =
-        own.counter(params.layout, call.bank, MegaMoeCounter::kExpertStored) + work.expert;
-    outbox.stored_rows = min_of(Traits::kWarpRows, work.rows - first_row) * (work.halved ? 1 : 2);
-  }
   int32_t const columns = work.halved ? Traits::kBlockN / 2 : Traits::kBlockN;
   int32_t const column = work.n * Traits::kBlockN + work.half * columns;
   outbox.destination = scatter_address(params, work, origin, first_row, column);

@@ -45,8 +45,6 @@
 //   kLinear1Done  math warps, red.release.gpu -> scheduler (operands of Linear-2), acquire + proxy
 //                 fence; pull, or push of a source, acquire.sys (x ring slot free)
 //   kLinear2Done  math warps, red.relaxed.gpu, their reads being over -> scheduler (h ring slot)
-//   kExpertStored math warps, red.release.gpu after bulk_wait<0> -> one dispatch warp per expert, which
-//                 stores kExpertDone of every source (release.sys) -> dispatch warps of the sources
 //   from[rank]    last block of a rank, fence.sys, relaxed -> every block of every rank, then combine
 // Requires: all CTAs co-resident (cooperative launch); pairs of CTAs in a cluster; plan fields
 //           block_m, block_n, cluster_size as in traits_sm90.h (checked in launch.cu).
@@ -76,7 +74,6 @@ __device__ __forceinline__ WarpgroupWork warpgroup_work(MegaMoePlan const& plan,
   work.block = uniform(entry.block);
   work.rows = uniform(entry.rows);
   work.n = uniform(entry.n);
-  work.expert = uniform(entry.expert);
   work.ring_row = uniform(entry.ring_row);
   bool const split =
       static_cast<TileShare>(uniform(static_cast<int32_t>(entry.share))) == TileShare::kSplit;
@@ -142,14 +139,13 @@ __device__ __forceinline__ void compute_tiles(MegaMoeParams const& params, CallS
                Tracer<kTrace>::cycles() - epilogue, Tracer<kTrace>::cycles() - start);
     reader.waited = 0;
   }
-  outbox.drain();
+  outbox.drain(params);
   bulk_wait<0>();
   fence_proxy_async();
 }
 
 // Math and dispatch warps meet: whether the results of all ranks are here, as the first math warp
-// saw, and what the dispatch warps had to add up early is in y. The vote travels with the barrier: a
-// flag in shared memory would do, but racecheck reports it.
+// saw. The vote travels with the barrier: a flag in shared memory would do, but racecheck reports it.
 __device__ __forceinline__ bool ranks_done(bool done) {
   return named_barrier_all(static_cast<int>(NamedBarrier::kRanksDone), kCombineThreads, done);
 }
@@ -184,7 +180,7 @@ __device__ __forceinline__ void finish_tokens(MegaMoeParams const& params, CallS
     combine_tokens(params, call, shared, units);
     tracer.add(TraceKind::kCombine, 0, combine_ns, 0, 0, 0, 0);
   }
-  // The dispatch warps may have added up early: only now nobody else writes this block's units.
+  // Only now nobody else writes this block's units.
   named_barrier_sync(NamedBarrier::kCombined, kCombineThreads);
   if (!ok) {
     poison_units(params, call, units.split);
@@ -205,7 +201,9 @@ template <bool kTrace>
 __device__ __forceinline__ void dispatch_rows(MegaMoeParams const& params, CallState const& call,
                                               MegaMoeShared& shared) {
   if (params.plan.dispatch == kPush) {
-    push_tokens(params, call, shared);
+    if (threadIdx.x >= 32 * (MegaMoeTraits::kFirstDispatchWarp + 1)) {
+      push_tokens(params, call, shared);
+    }
     unpack_rows<kTrace>(params, call, shared);
   } else {
     pull_rows<kTrace>(params, call, shared);
@@ -256,18 +254,20 @@ __global__ void __cluster_dims__(MegaMoeTraits::kCluster, 1, 1)
       if (threadIdx.x == 0) arrive_and_publish(params.workspace, call.epoch, num_blocks);
     } else if (threadIdx.x >= 32 * Traits::kFirstDispatchWarp) {
       if (ok) dispatch_rows<kTrace>(params, call, shared);
-      bool const early = ok && params.plan.combine == kCombineEarly;
-      bool const done = !early || combine_early(params, call, shared);
       __syncwarp();
       CombineUnits const units(params, call);
-      if (ranks_done(done)) combine_tokens(params, call, shared, units);
+      if (ranks_done(true)) combine_tokens(params, call, shared, units);
       __syncwarp();
       named_barrier_arrive(NamedBarrier::kCombined, kCombineThreads);
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Traits::kMathRegisters));
-    bool const pulled = params.plan.world > 1 && params.plan.dispatch != kPush;
-    if (ok && pulled && num_segments(params.plan) > 1) stage_segments(params, call);
+    if (ok && params.plan.world > 1) {
+      if (params.plan.dispatch == kPush) push_first_tokens(params, call, shared);
+      if (params.plan.dispatch == kPull && num_segments(params.plan) > 1) {
+        stage_segments(params, call);
+      }
+    }
     if (ok) compute_tiles<kTrace>(params, call, shared);
     named_barrier_sync(NamedBarrier::kTilesDone, kTilesThreads);
     finish_tokens<kTrace>(params, call, shared, start_ns, tiles_ns);

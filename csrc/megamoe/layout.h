@@ -15,8 +15,7 @@
 //      and counts them in the owner's kArrived.
 //   3. Linear-1 reads the x ring, writes the h ring. Linear-2 reads the h ring and stores each row
 //      into kCombine[slot][token] of its source. Every element there has exactly one writer.
-//   4. Owner: all stores of an expert complete -> kExpertDone[expert] = epoch on every source; all
-//      stores of the call complete -> Channel::from[owner] on every source.
+//   4. Owner: all stores of the call complete -> Channel::from[owner] on every source.
 //   5. Source: y[token] = scale * sum of weight[slot] * kCombine[slot][token] over the slots in
 //      ascending order, in fp32. Weights never travel, and nobody else adds to a row.
 //
@@ -60,8 +59,6 @@ constexpr int32_t kRouteGroups = 16;
 //                  x ring slot of b is free: rows of block b + x_ring_blocks may come.
 //   linear2_done   tiles of block b whose h ring slot is no longer read; complete at
 //                  linear2_tiles(): Linear-1 of block b + h_ring_blocks may write.
-//   expert_stored  halves of a tile's rows that are visible to their sources, by local expert;
-//                  complete at 2 * rows of the expert * linear2_tiles()
 #define XS_MEGAMOE_COUNTERS(X)                                                      \
   X(kGridBarriers, kNumGridBarriers, "arrivals of this rank's CTAs")                \
   X(kTickets, 1, "next cluster tile of the sequence")                               \
@@ -69,7 +66,6 @@ constexpr int32_t kRouteGroups = 16;
   X(kSegmentsStaged, kMaxSegments, "CTAs that have copied their part of a segment") \
   X(kSendCounts, kRouteGroups* plan.num_experts, "rows by route group and expert")  \
   X(kSendCursors, kRouteGroups* plan.num_experts, "rows of them that are listed")   \
-  X(kExpertStored, plan.experts_per_rank(), "stored half rows, by local expert")    \
   X(kArrived, plan.max_blocks(), "rows of each block in the x ring")                \
   X(kLinear1Done, plan.max_blocks(), "Linear-1 tiles of each block")                \
   X(kLinear2Done, plan.max_blocks(), "Linear-2 tiles of each block")
@@ -84,8 +80,6 @@ constexpr int32_t kRouteGroups = 16;
     "uint64 [source][segment]: epoch in which that segment of the source's tokens is in place")  \
   X(kTokenHere, (plan.dispatch == kPush ? int64_t{8} * plan.token_places() : 0),                 \
     "uint64 [place]: epoch in which the token in that place of kTokens came")                    \
-  X(kExpertDone, int64_t{8} * plan.num_experts,                                                  \
-    "uint64 [expert]: epoch in which this rank's rows of that expert have come back")            \
   X(kCounters, 2 * counter_bank_bytes(plan), "uint32 [bank][counter]: see XS_MEGAMOE_COUNTERS")  \
   X(kCounts, int64_t{2} * 4 * plan.world * plan.num_experts,                                     \
     "uint32 [bank][source][expert]: rows that the source sends")                                 \
@@ -182,9 +176,6 @@ struct MegaMoeView {
   }
   XS_HD uint64_t* staged(MegaMoeLayout const& layout, int32_t source, int32_t segment) const {
     return at<uint64_t>(layout, MegaMoeRegion::kStaged, source * kMaxSegments + segment);
-  }
-  XS_HD uint64_t* expert_done(MegaMoeLayout const& layout, int32_t expert) const {
-    return at<uint64_t>(layout, MegaMoeRegion::kExpertDone, expert);
   }
   // [local expert of the owner] of one source.
   XS_HD uint32_t* counts(MegaMoePlan const& plan, MegaMoeLayout const& layout, int32_t bank,

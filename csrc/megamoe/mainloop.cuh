@@ -294,7 +294,7 @@ __device__ __forceinline__ void wait_full(MegaMoeParams const& params, MegaMoeSh
   if (mbarrier_test_wait(full, reader.pipe.phase)) return;
   reader.waited -= Tracer<kTrace>::cycles();
   // Never block while others may wait for what this warp has finished.
-  outbox.publish();
+  outbox.publish(params);
   for (uint32_t polls = 1; reader.alive && !mbarrier_try_wait(full, reader.pipe.phase); ++polls) {
     if (polls % 64 == 0) reader.alive = !aborted(params.workspace);
   }
@@ -344,7 +344,7 @@ __device__ __forceinline__ void multiply_tile(MegaMoeParams const& params, MegaM
     // The stage before this one has been read.
     if (k > 0) release_stage(shared, previous);
     previous = reader.pipe.stage;
-    outbox.step(params.plan);
+    outbox.step(params);
   }
   warpgroup_wait<0>();
   release_stage(shared, previous);
@@ -357,7 +357,7 @@ __device__ __forceinline__ void skip_tile(MegaMoeParams const& params, MegaMoeSh
   for (int k = 0; k < num_k; ++k, reader.pipe.advance()) {
     if (k > 0) wait_full<kTrace>(params, shared, reader, outbox);
     release_stage(shared, reader.pipe.stage);
-    outbox.step(params.plan);
+    outbox.step(params);
   }
 }
 

@@ -58,7 +58,6 @@ class RankCall {
   void pull_block(int64_t block);
   void linear1(Tile const& tile);
   void linear2(Tile const& tile);
-  void finish_expert(int32_t expert);
   void expect(bool holds, char const* what, Tile const& tile) const;
 
   MegaMoeArguments const& a_;
@@ -299,16 +298,6 @@ void RankCall::linear2(Tile const& tile) {
     }
   }
   ++done2[tile.block];
-  uint32_t* const stored = counter(MegaMoeCounter::kExpertStored);
-  uint32_t const blocks = ceil_div(rows_[tile.expert], plan_.block_m);
-  if (++stored[tile.expert] == blocks * plan_.linear2_tiles()) finish_expert(tile.expert);
-}
-
-void RankCall::finish_expert(int32_t expert) {
-  for (int32_t i = 0; i < plan_.world; ++i) {
-    cpu::st_release(view(i).expert_done(layout_, rank_ * plan_.experts_per_rank() + expert),
-                    epoch_);
-  }
 }
 
 void RankCall::compute() {

@@ -8,8 +8,7 @@
 //   paced: plan.slice_rows rows per step of the next main loop, from step 0 on
 //
 // Announcing (a release at gpu scope) is also put off, so that it finds the stores complete. But a
-// warp never blocks before it has announced what tiles wait for. kExpertStored, which no tile waits
-// for, is raised when the warp's next tile is computed, or the last one of all.
+// warp never blocks before it has announced what tiles wait for.
 #pragma once
 
 #include "params.h"
@@ -30,7 +29,32 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
 
 // What a counter says about this warp. Reads have been performed when it is raised, so it need not
 // order anything; a release would wait until all stores of the SM have left.
-enum class Announce : int { kReads = 0, kPlainStores = 1, kBulkStores = 2 };
+enum class Announce : int { kReads = 0, kStores = 1 };
+
+// The counters of both banks, in one piece.
+__device__ __forceinline__ uint32_t* counters(MegaMoeParams const& params) {
+  return params.view(params.workspace.rank).counter(params.layout, 0, MegaMoeCounter(0));
+}
+
+// A counter to raise, by how much, and what it says: in one register, of which math warps have none to
+// spare.
+struct Announcement {
+  int32_t packed = -1;  // none
+
+  Announcement() = default;
+  // Word `i` of an array of counters.
+  __device__ __forceinline__ Announcement(MegaMoeParams const& params, CallState const& call,
+                                          MegaMoeCounter which, int32_t i, int32_t by,
+                                          Announce kind) {
+    int64_t const bytes =
+        call.bank * params.layout.counter_bank + params.layout.counters[static_cast<int>(which)];
+    packed = (static_cast<int32_t>(bytes / 4) + i) << 8 | by << 2 | static_cast<int32_t>(kind);
+  }
+  __device__ __forceinline__ bool pending() const { return packed >= 0; }
+  __device__ __forceinline__ int32_t index() const { return packed >> 8; }
+  __device__ __forceinline__ uint32_t amount() const { return packed >> 2 & 63; }
+  __device__ __forceinline__ Announce kind() const { return static_cast<Announce>(packed & 3); }
+};
 
 struct Outbox {
   using Traits = MegaMoeTraits;
@@ -42,24 +66,16 @@ struct Outbox {
   uint32_t bytes;          // of a row
   int next_row;            // rows before it have left; 2 * kHalf: nothing is pending
   int wait_steps;          // steps before the held half is due
-  uint32_t* announcement;  // counter to raise; null: none
-  uint32_t amount;         // by which
-  int announce_steps;      // steps before that
-  Announce announce_kind;
-  uint32_t* stored;  // early combine: counter of complete half rows to raise; null: none
-  uint32_t stored_rows;
+  Announcement announcement;
+  int announce_steps;   // steps before that
 
   __device__ __forceinline__ void init(char* warp_staging) {
     staging = warp_staging;
     next_row = 2 * kHalf;
-    announcement = nullptr;
-    amount = 0;
+    announcement = {};
     destination = nullptr;
     bytes = 0;
     wait_steps = announce_steps = 0;
-    announce_kind = Announce::kReads;
-    stored = nullptr;
-    stored_rows = 0;
   }
 
   // Address for stmatrix: lane l gives row l % 8 of matrix l / 8.
@@ -109,7 +125,8 @@ struct Outbox {
   }
 
   // One step of the next main loop.
-  __device__ __forceinline__ void step(MegaMoePlan const& plan) {
+  __device__ __forceinline__ void step(MegaMoeParams const& params) {
+    MegaMoePlan const& plan = params.plan;
     if (next_row < 2 * kHalf) {
       bool const paced = plan.store == kBulkPaced;
       if (next_row != kHalf) {
@@ -119,47 +136,37 @@ struct Outbox {
         issue_rows(paced ? plan.slice_rows : kHalf);
       }
     }
-    if (announcement != nullptr && --announce_steps < 0) publish();
+    if (announcement.pending() && --announce_steps < 0) publish(params);
   }
 
   // Raises the pending counter, after this warp's stores where it stands for them.
-  __device__ __forceinline__ void publish() {
-    if (announcement == nullptr) return;
-    if (announce_kind == Announce::kBulkStores) {
-      bulk_wait<0>();
-      fence_proxy_async();
-    }
+  __device__ __forceinline__ void publish(MegaMoeParams const& params) {
+    if (!announcement.pending()) return;
     __syncwarp();
     if (threadIdx.x % 32 == 0) {
-      if (announce_kind == Announce::kReads) {
-        red_add_relaxed_gpu(announcement, amount);
+      uint32_t* const counter = counters(params) + announcement.index();
+      if (announcement.kind() == Announce::kReads) {
+        red_add_relaxed_gpu(counter, announcement.amount());
       } else {
-        red_add_release_gpu(announcement, amount);
+        red_add_release_gpu(counter, announcement.amount());
       }
     }
-    announcement = nullptr;
+    announcement = {};
   }
 
-  __device__ __forceinline__ void announce_later(uint32_t* counter, uint32_t by, Announce kind) {
-    announcement = counter;
-    amount = by;
+  __device__ __forceinline__ void announce_later(Announcement later) {
+    announcement = later;
     announce_steps = Traits::kPublishSteps;
-    announce_kind = kind;
   }
 
   // Sends and announces all that is pending.
-  __device__ __forceinline__ void drain() {
+  __device__ __forceinline__ void drain(MegaMoeParams const& params) {
     if (next_row < kHalf) issue_rows(kHalf);
     if (next_row < 2 * kHalf) {
       if (next_row == kHalf) stage_held();
       issue_rows(kHalf);
     }
-    publish();
-    if (stored != nullptr) {
-      announce_later(stored, stored_rows, Announce::kBulkStores);
-      publish();
-      stored = nullptr;
-    }
+    publish(params);
   }
 };
 

@@ -135,7 +135,6 @@ struct WarpgroupWork {
   int32_t block;
   int32_t rows;  // of the block
   int32_t n;
-  int32_t expert;
   int32_t ring_row;
   bool halved;     // only 128 of the 256 columns
   int32_t half;    // halved: which

@@ -34,14 +34,12 @@ namespace xstage {
   X(h_ring_blocks, 1, 1048576, "m-blocks of Linear-1 results held at a time")                   \
   X(store, 0, 2, "Linear-2 results leave as: 0 plain stores, 1 bulk burst, 2 bulk, paced")      \
   X(slice_rows, 1, 256, "rows that a paced storer issues per step")                             \
-  X(combine, 0, 1, "0 when every rank has finished, 1 token by token as its experts finish")    \
   X(weight_layout, 0, 2, "rows of w13: 0 gate then up, 1 up then gate, 2 gate and up in turns") \
   X(dispatch, 0, 1, "0 owners of experts pull rows, 1 sources push tokens, once per owner")      \
   X(token_sets, 1, 128, "pushed: sets of an owner's experts that a token is sent to once each")
 
 enum MegaMoeSchedule : int32_t { kExpertWave = 0, kInterleaved = 1 };
 enum MegaMoeStore : int32_t { kPlainStores = 0, kBulkBurst = 1, kBulkPaced = 2 };
-enum MegaMoeCombine : int32_t { kCombineAtEnd = 0, kCombineEarly = 1 };
 enum MegaMoeWeights : int32_t { kGateUp = 0, kUpGate = 1, kGateUpInTurns = 2 };
 enum MegaMoeDispatch : int32_t { kPull = 0, kPush = 1 };
 

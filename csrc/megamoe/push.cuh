@@ -36,11 +36,6 @@ __device__ __forceinline__ bool sends_token(MegaMoeParams const& params, int32_t
   return first;
 }
 
-#ifndef FIRST_ROUND
-#define FIRST_ROUND 4
-#endif
-constexpr int kFirstRound = FIRST_ROUND;
-
 // The next rows of `left`, as many as are sent between two announcements.
 __device__ __forceinline__ uint32_t take_group(uint32_t& left, int most) {
   uint32_t group = 0;
@@ -48,73 +43,103 @@ __device__ __forceinline__ uint32_t take_group(uint32_t& left, int most) {
   return group;
 }
 
-// A group of tokens is announced behind the first loads of the next, when most of its stores have
-// arrived.
-__device__ __forceinline__ void push_tokens(MegaMoeParams const& params, CallState const& call,
-                                            MegaMoeShared const& shared) {
-  MegaMoePlan const& plan = params.plan;
-  int const lane = threadIdx.x % 32;
-  int32_t const rank = static_cast<int32_t>(params.workspace.rank);
-  MegaMoeView const own = params.view(rank);
-  int32_t const row_bytes = 2 * plan.hidden;
-  int const most = max_of(1, kGroupBytes / row_bytes);
-  int32_t longest = 0;  // list of a peer
-  for (int32_t i = 1; i < plan.world; ++i) {
-    longest = max_of(longest, static_cast<int32_t>(shared.sent[(rank + i) % plan.world]));
-  }
-  char const* const x = reinterpret_cast<char const*>(params.x);
-  auto const row_of = [&](auto* base, int32_t row) { return base + int64_t{row} * row_bytes; };
-  int32_t pending_owner = 0;
-  int32_t pending = -1;  // place of this lane's token in the group before
-  auto const announce = [&] {
+// One warp's sending. A group of tokens is announced behind the first loads of the next, when most of
+// its stores have arrived.
+struct TokenSender {
+  MegaMoeParams const& params;
+  CallState const& call;
+  int32_t row_bytes;
+  int32_t owner = 0;
+  int32_t pending = -1;  // place of this lane's token in the group before, at that owner
+
+  __device__ __forceinline__ TokenSender(MegaMoeParams const& p, CallState const& c)
+      : params(p), call(c), row_bytes(2 * p.plan.hidden) {}
+
+  __device__ __forceinline__ void announce() {
     if (!__any_sync(0xffffffffu, pending >= 0)) return;
     __syncwarp();
     if (pending >= 0) {
-      st_release_sys(params.view(pending_owner).token_here(params.layout, pending), call.epoch);
+      st_release_sys(params.view(owner).token_here(params.layout, pending), call.epoch);
     }
     pending = -1;
-  };
-  bool const sender = threadIdx.x >= 32 * (MegaMoeTraits::kFirstDispatchWarp + 1);
-  int32_t const all = MegaMoeTraits::kDispatchWarps * call.num_blocks;
-  // Positions of every list, one per lane: all warps share out the first, then only the senders.
-  int32_t begin = call.block + (sender ? 0 : call.num_blocks);
-  int32_t stride = all;
-  int32_t lanes = kFirstRound;
-  while (begin < longest) {
-    for (int32_t distance = plan.world - 1; distance > 0; --distance) {  // the next rank first
-      int32_t const owner = (rank + plan.world - distance) % plan.world;
-      int32_t const position = begin + lane * stride;
-      int32_t token = 0;
-      int32_t place = -1;  // at the owner
-      if (lane < lanes && position < static_cast<int32_t>(shared.sent[owner])) {
-        int32_t const route = __ldcg(own.send_routes(plan, params.layout, owner) + position);
-        token = route / plan.topk;
-        int32_t const local = expert_of(params, route) - owner * plan.experts_per_rank();
-        if (sends_token(params, owner, int64_t{1} * token * plan.topk, route % plan.topk, local)) {
-          place = plan.token_place(distance, plan.token_set(local), token);
-        }
-      }
-      char* const places = params.view(owner).token<char>(plan, params.layout, 0);
-      uint32_t left = __ballot_sync(0xffffffffu, place >= 0);
-      uint32_t next = take_group(left, most);
-      if (next >> lane & 1) bulk_prefetch_l2(row_of(x, token), row_bytes);
-      while (next != 0) {
-        uint32_t const group = next;
-        next = take_group(left, most);
-        if (next >> lane & 1) bulk_prefetch_l2(row_of(x, token), row_bytes);
-        move_rows(
-            group, row_bytes, [&](int from) { return row_of(x, of_lane(token, from)); },
-            [&](int from) { return row_of(places, of_lane(place, from)); }, announce);
-        pending = group >> lane & 1 ? place : -1;
-        pending_owner = owner;
+  }
+
+  // The tokens that choices of the list for `to` send; `position`: this lane's, or behind its end.
+  __device__ __forceinline__ void send(int32_t to, int32_t position, int32_t end) {
+    MegaMoePlan const& plan = params.plan;
+    int const lane = threadIdx.x % 32;
+    int32_t const rank = static_cast<int32_t>(params.workspace.rank);
+    int32_t const distance = (rank + plan.world - to) % plan.world;
+    int const most = max_of(1, kGroupBytes / row_bytes);
+    int32_t token = 0;
+    int32_t place = -1;  // at the owner
+    if (position < end) {
+      int32_t const route =
+          __ldcg(params.view(rank).send_routes(plan, params.layout, to) + position);
+      token = route / plan.topk;
+      int32_t const local = expert_of(params, route) - to * plan.experts_per_rank();
+      if (sends_token(params, to, int64_t{1} * token * plan.topk, route % plan.topk, local)) {
+        place = plan.token_place(distance, plan.token_set(local), token);
       }
     }
-    if (!sender) break;
-    begin = stride == all ? kFirstRound * all + call.block : begin + 32 * call.num_blocks;
-    stride = call.num_blocks;
-    lanes = 32;
+    char const* const x = reinterpret_cast<char const*>(params.x);
+    char* const places = params.view(to).token<char>(plan, params.layout, 0);
+    auto const row_of = [&](auto* base, int32_t row) { return base + int64_t{row} * row_bytes; };
+    uint32_t left = __ballot_sync(0xffffffffu, place >= 0);
+    uint32_t next = take_group(left, most);
+    if (next >> lane & 1) bulk_prefetch_l2(row_of(x, token), row_bytes);
+    while (next != 0) {
+      uint32_t const group = next;
+      next = take_group(left, most);
+      if (next >> lane & 1) bulk_prefetch_l2(row_of(x, token), row_bytes);
+      move_rows(
+          group, row_bytes, [&](int from) { return row_of(x, of_lane(token, from)); },
+          [&](int from) { return row_of(places, of_lane(place, from)); }, [&] { announce(); });
+      pending = group >> lane & 1 ? place : -1;
+      owner = to;
+    }
   }
-  announce();
+};
+
+// How many choices of every list the math warps walk: one each.
+__device__ __forceinline__ int32_t first_choices(MegaMoePlan const& plan, CallState const& call) {
+  return MegaMoeTraits::kMathWarps * call.num_blocks / (plan.world - 1);
+}
+
+// The math warps, before their first tile: the tokens that owners need first.
+__device__ __forceinline__ void push_first_tokens(MegaMoeParams const& params,
+                                                  CallState const& call,
+                                                  MegaMoeShared const& shared) {
+  int32_t const peers = params.plan.world - 1;
+  int32_t const index = (threadIdx.x / 32 - 4) * call.num_blocks + call.block;
+  if (index >= first_choices(params.plan, call) * peers) return;
+  int32_t const owner =
+      (static_cast<int32_t>(params.workspace.rank) + 1 + index % peers) % params.plan.world;
+  TokenSender sender(params, call);
+  sender.send(owner, index / peers, threadIdx.x % 32 == 0 ? shared.sent[owner] : 0);
+  sender.announce();
+}
+
+// The last dispatch warp of every block: the others, in the order of the lists.
+__device__ __forceinline__ void push_tokens(MegaMoeParams const& params, CallState const& call,
+                                            MegaMoeShared const& shared) {
+  MegaMoePlan const& plan = params.plan;
+  if (plan.world == 1) return;
+  int32_t const rank = static_cast<int32_t>(params.workspace.rank);
+  int32_t longest = 0;
+  for (int32_t i = 1; i < plan.world; ++i) {
+    longest = max_of(longest, static_cast<int32_t>(shared.sent[(rank + i) % plan.world]));
+  }
+  TokenSender sender(params, call);
+  for (int32_t begin = first_choices(plan, call) + call.block; begin < longest;
+       begin += 32 * call.num_blocks) {
+    int32_t const position = begin + static_cast<int32_t>(threadIdx.x % 32) * call.num_blocks;
+    for (int32_t i = 1; i < plan.world; ++i) {
+      int32_t const owner = (rank + i) % plan.world;
+      sender.send(owner, position, static_cast<int32_t>(shared.sent[owner]));
+    }
+  }
+  sender.announce();
 }
 
 }  // namespace xstage

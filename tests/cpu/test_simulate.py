@@ -206,12 +206,6 @@ def test_nothing_to_do_costs_only_the_frame():
     assert result.total_us < assume.setup_us + assume.exchange_us + 20.0
 
 
-def test_early_combine_is_never_slower():
-    late = run(plan_of(combine=0))
-    early = run(plan_of(combine=1))
-    assert 0.0 < early.combine_us <= late.combine_us
-
-
 def test_refuses_by_name():
     with pytest.raises(RuntimeError, match="counts: expected rows by source and local expert"):
         run(plan_of(), np.zeros((2, 3), dtype=int))

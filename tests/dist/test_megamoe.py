@@ -74,13 +74,13 @@ def error(result: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 PLANS = [
-    {"schedule": schedule, "store": store, "slice_rows": 1, "combine": combine}
+    {"schedule": schedule, "store": store, "slice_rows": 1, "dispatch": dispatch}
     for schedule in (0, 1)
     for store in (0, 1, 2)
-    for combine in (0, 1)
+    for dispatch in (0, 1)
 ] + [
-    {"schedule": 1, "store": 0, "dispatch": 1},
     {"schedule": 0, "store": 2, "dispatch": 1, "num_sms": 4},
+    {"schedule": 1, "store": 0, "dispatch": 1, "token_sets": 3},
 ]
 
 

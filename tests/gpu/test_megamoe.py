@@ -144,16 +144,16 @@ CASES = [
 ]
 
 PLANS = [
-    {"schedule": schedule, "store": store, "slice_rows": 1 + store % 2, "combine": combine}
-    for schedule, store, combine in itertools.product((0, 1), (0, 1, 2), (0, 1))
+    {"schedule": schedule, "store": store, "slice_rows": 1 + store % 2, "dispatch": dispatch}
+    for schedule, store, dispatch in itertools.product((0, 1), (0, 1, 2), (0, 1))
 ] + [
     {"schedule": 0, "wave_blocks": 4, "group_blocks": 2, "x_ring_blocks": 2, "h_ring_blocks": 4},
     {"lead_blocks": 2, "group_blocks": 2, "x_ring_blocks": 2, "h_ring_blocks": 6, "mix": 0},
-    {"num_sms": 2, "store": 2, "slice_rows": 8, "combine": 1},
-    {"dispatch": 1, "schedule": 0},
-    {"dispatch": 1, "store": 1, "combine": 1},
-    # Many rows for each push warp, and a ring that is shorter than a group of them.
+    {"num_sms": 2, "store": 2, "slice_rows": 8},
+    {"dispatch": 1, "token_sets": 2},
+    # Many tokens for each warp that sends, and a ring that is shorter than what it unpacks at a time.
     {"dispatch": 1, "num_sms": 4, "store": 0},
+    {"dispatch": 1, "num_sms": 2, "token_sets": 2},
     {
         "dispatch": 1,
         "num_sms": 4,

@@ -49,7 +49,6 @@ class MegaMoePlan:
     h_ring_blocks: int = 64
     store: int = 2
     slice_rows: int = 4
-    combine: int = 0
     weight_layout: int = 0
     dispatch: int = 0
     token_sets: int = 1
