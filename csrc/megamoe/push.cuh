@@ -101,9 +101,14 @@ struct TokenSender {
   }
 };
 
+#ifndef FS
+#define FS 8
+#endif
+constexpr int32_t kFirstSenders = FS;
+constexpr int32_t kFirstRows = 8 / FS;
 // How many choices of every list the math warps walk: one each.
 __device__ __forceinline__ int32_t first_choices(MegaMoePlan const& plan, CallState const& call) {
-  return MegaMoeTraits::kMathWarps * call.num_blocks / (plan.world - 1);
+  return kFirstSenders * call.num_blocks / (plan.world - 1) * kFirstRows;
 }
 
 // The math warps, before their first tile: the tokens that owners need first.
@@ -112,11 +117,13 @@ __device__ __forceinline__ void push_first_tokens(MegaMoeParams const& params,
                                                   MegaMoeShared const& shared) {
   int32_t const peers = params.plan.world - 1;
   int32_t const index = (threadIdx.x / 32 - 4) * call.num_blocks + call.block;
-  if (index >= first_choices(params.plan, call) * peers) return;
+  int32_t const stride = kFirstSenders * call.num_blocks / peers;
+  if (index >= stride * peers) return;
   int32_t const owner =
       (static_cast<int32_t>(params.workspace.rank) + 1 + index % peers) % params.plan.world;
   TokenSender sender(params, call);
-  sender.send(owner, index / peers, threadIdx.x % 32 == 0 ? shared.sent[owner] : 0);
+  int32_t const lane = threadIdx.x % 32;
+  sender.send(owner, index / peers + lane * stride, lane < kFirstRows ? shared.sent[owner] : 0);
   sender.announce();
 }
 

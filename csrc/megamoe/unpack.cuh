@@ -165,7 +165,9 @@ __device__ __forceinline__ void unpack_rows(MegaMoeParams const& params, CallSta
     batch.from = distance == 0
                      ? ~token
                      : plan.token_place(distance, plan.token_set(row.expert), token);
+#ifndef NOPF
     bulk_prefetch_l2(from_row(batch.from), row_bytes);
+#endif
     batch.block = row.block;
     batch.ring_row = row.block % plan.x_ring_blocks * Traits::kBlockM + row.in_block;
     own.origins(plan, params.layout, row.block)[row.in_block] = pack_origin(row.source, row.route);
