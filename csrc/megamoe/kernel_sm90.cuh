@@ -203,9 +203,6 @@ __device__ __forceinline__ void dispatch_rows(MegaMoeParams const& params, CallS
   if (params.plan.dispatch == kPush) {
     if (threadIdx.x >= 32 * (MegaMoeTraits::kFirstDispatchWarp + 1)) {
       push_tokens(params, call, shared);
-#ifdef ONE
-      return;
-#endif
     }
     unpack_rows<kTrace>(params, call, shared);
   } else {

@@ -73,29 +73,29 @@ constexpr int32_t kRouteGroups = 16;
 // The regions, in order: X(name, bytes, meaning). A region that needs two banks says 2 *. Those
 // before kCounts must be zero at first, and again after a failed call; the others may hold
 // anything.
-#define XS_MEGAMOE_REGIONS(X)                                                                    \
-  X(kDispatchSignals, int64_t{8} * kMaxRanks,                                                    \
-    "uint64 [source]: signal word; counts and routes of that source are in place")               \
-  X(kStaged, int64_t{8} * kMaxRanks * kMaxSegments,                                              \
-    "uint64 [source][segment]: epoch in which that segment of the source's tokens is in place")  \
-  X(kTokenHere, (plan.dispatch == kPush ? int64_t{8} * plan.token_places() : 0),                 \
-    "uint64 [place]: epoch in which the token in that place of kTokens came")                    \
-  X(kCounters, 2 * counter_bank_bytes(plan), "uint32 [bank][counter]: see XS_MEGAMOE_COUNTERS")  \
-  X(kCounts, int64_t{2} * 4 * plan.world * plan.num_experts,                                     \
-    "uint32 [bank][source][expert]: rows that the source sends")                                 \
-  X(kRoutes, int64_t{2} * 4 * plan.max_rows(),                                                   \
-    "uint32 [bank][source][row]: token * topk + slot, by local expert, without gaps")            \
-  X(kSendRoutes, (plan.dispatch == kPush ? int64_t{4} * plan.max_rows() : 0),                    \
-    "uint32 [owner][row]: what this rank has listed in the owner's kRoutes")                     \
-  X(kOrigins, int64_t{4} * plan.max_blocks() * plan.block_m,                                     \
-    "uint32 [block][row]: source << 28 | token * topk + slot")                                   \
-  X(kTokens, int64_t{2} * plan.token_places() * plan.hidden,                                     \
-    "bf16 [place][hidden]: x of this rank; where tokens are pushed those of the others")         \
-  X(kXRing, int64_t{2} * plan.x_ring_blocks * plan.block_m * plan.hidden,                        \
-    "bf16 [block mod x_ring_blocks][row][hidden]: received tokens")                              \
-  X(kHRing, int64_t{2} * plan.h_ring_blocks * plan.block_m * plan.intermediate,                  \
-    "bf16 [block mod h_ring_blocks][row][intermediate]: Linear-1 results")                       \
-  X(kCombine, int64_t{2} * plan.topk * plan.max_tokens * plan.hidden,                            \
+#define XS_MEGAMOE_REGIONS(X)                                                                   \
+  X(kDispatchSignals, int64_t{8} * kMaxRanks,                                                   \
+    "uint64 [source]: signal word; counts and routes of that source are in place")              \
+  X(kStaged, int64_t{8} * kMaxRanks * kMaxSegments,                                             \
+    "uint64 [source][segment]: epoch in which that segment of the source's tokens is in place") \
+  X(kTokenHere, (plan.dispatch == kPush ? int64_t{8} * plan.token_places() : 0),                \
+    "uint64 [place]: epoch in which the token in that place of kTokens came")                   \
+  X(kCounters, 2 * counter_bank_bytes(plan), "uint32 [bank][counter]: see XS_MEGAMOE_COUNTERS") \
+  X(kCounts, int64_t{2} * 4 * plan.world * plan.num_experts,                                    \
+    "uint32 [bank][source][expert]: rows that the source sends")                                \
+  X(kRoutes, int64_t{2} * 4 * plan.max_rows(),                                                  \
+    "uint32 [bank][source][row]: token * topk + slot, by local expert, without gaps")           \
+  X(kSendRoutes, (plan.dispatch == kPush ? int64_t{4} * plan.max_rows() : 0),                   \
+    "uint32 [owner][row]: what this rank has listed in the owner's kRoutes")                    \
+  X(kOrigins, int64_t{4} * plan.max_blocks() * plan.block_m,                                    \
+    "uint32 [block][row]: source << 28 | token * topk + slot")                                  \
+  X(kTokens, int64_t{2} * plan.token_places() * plan.hidden,                                    \
+    "bf16 [place][hidden]: x of this rank; where tokens are pushed those of the others")        \
+  X(kXRing, int64_t{2} * plan.x_ring_blocks * plan.block_m * plan.hidden,                       \
+    "bf16 [block mod x_ring_blocks][row][hidden]: received tokens")                             \
+  X(kHRing, int64_t{2} * plan.h_ring_blocks * plan.block_m * plan.intermediate,                 \
+    "bf16 [block mod h_ring_blocks][row][intermediate]: Linear-1 results")                      \
+  X(kCombine, int64_t{2} * plan.topk * plan.max_tokens * plan.hidden,                           \
     "bf16 [slot][token][hidden]: Linear-2 results of this rank's tokens")
 
 enum class MegaMoeCounter : int32_t {

@@ -46,8 +46,7 @@ class RankCall {
   uint32_t* counter(MegaMoeCounter which) const { return own().counter(layout_, bank_, which); }
 
   uint16_t const* own_token(int64_t choice) const {
-    return static_cast<uint16_t const*>(a_.x.const_data_ptr()) +
-           choice / plan_.topk * plan_.hidden;
+    return static_cast<uint16_t const*>(a_.x.const_data_ptr()) + choice / plan_.topk * plan_.hidden;
   }
   uint16_t* pushed_token(int32_t source, int32_t owner, int64_t choice, int32_t expert);
   void push_token(int64_t choice, int32_t expert);

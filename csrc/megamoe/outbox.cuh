@@ -60,14 +60,14 @@ struct Outbox {
   using Traits = MegaMoeTraits;
   static constexpr int kHalf = Traits::kStagingRows;
 
-  char* staging;           // of this warp
-  uint32_t held[32];       // rows 8-15: bf16 pairs of 8 x 256, as stmatrix takes them
-  char* destination;       // lane l < 16: where row l goes; null: nowhere
-  uint32_t bytes;          // of a row
-  int next_row;            // rows before it have left; 2 * kHalf: nothing is pending
-  int wait_steps;          // steps before the held half is due
+  char* staging;      // of this warp
+  uint32_t held[32];  // rows 8-15: bf16 pairs of 8 x 256, as stmatrix takes them
+  char* destination;  // lane l < 16: where row l goes; null: nowhere
+  uint32_t bytes;     // of a row
+  int next_row;       // rows before it have left; 2 * kHalf: nothing is pending
+  int wait_steps;     // steps before the held half is due
   Announcement announcement;
-  int announce_steps;   // steps before that
+  int announce_steps;  // steps before that
 
   __device__ __forceinline__ void init(char* warp_staging) {
     staging = warp_staging;

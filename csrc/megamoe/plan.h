@@ -35,7 +35,7 @@ namespace xstage {
   X(store, 0, 2, "Linear-2 results leave as: 0 plain stores, 1 bulk burst, 2 bulk, paced")      \
   X(slice_rows, 1, 256, "rows that a paced storer issues per step")                             \
   X(weight_layout, 0, 2, "rows of w13: 0 gate then up, 1 up then gate, 2 gate and up in turns") \
-  X(dispatch, 0, 1, "0 owners of experts pull rows, 1 sources push tokens, once per owner")      \
+  X(dispatch, 0, 1, "0 owners of experts pull rows, 1 sources push tokens, once per owner")     \
   X(token_sets, 1, 128, "pushed: sets of an owner's experts that a token is sent to once each")
 
 enum MegaMoeSchedule : int32_t { kExpertWave = 0, kInterleaved = 1 };

@@ -101,29 +101,28 @@ struct TokenSender {
   }
 };
 
-#ifndef FS
-#define FS 8
-#endif
-constexpr int32_t kFirstSenders = FS;
-constexpr int32_t kFirstRows = 8 / FS;
-// How many choices of every list the math warps walk: one each.
-__device__ __forceinline__ int32_t first_choices(MegaMoePlan const& plan, CallState const& call) {
-  return kFirstSenders * call.num_blocks / (plan.world - 1) * kFirstRows;
+constexpr int32_t kFirstSenders = 4;  // math warps of a block that send before their first tile
+constexpr int32_t kFirstChoices = 2;  // choices that each of them walks
+
+// How many of these warps serve one owner.
+__device__ __forceinline__ int32_t first_senders(MegaMoePlan const& plan, CallState const& call) {
+  return kFirstSenders * call.num_blocks / (plan.world - 1);
 }
 
-// The math warps, before their first tile: the tokens that owners need first.
+// The math warps, before their first tile: the tokens that owners need first. With all of them at once
+// the link would be shared by too many, and the first tokens would come with the last.
 __device__ __forceinline__ void push_first_tokens(MegaMoeParams const& params,
                                                   CallState const& call,
                                                   MegaMoeShared const& shared) {
   int32_t const peers = params.plan.world - 1;
   int32_t const index = (threadIdx.x / 32 - 4) * call.num_blocks + call.block;
-  int32_t const stride = kFirstSenders * call.num_blocks / peers;
+  int32_t const stride = first_senders(params.plan, call);
   if (index >= stride * peers) return;
   int32_t const owner =
       (static_cast<int32_t>(params.workspace.rank) + 1 + index % peers) % params.plan.world;
   TokenSender sender(params, call);
   int32_t const lane = threadIdx.x % 32;
-  sender.send(owner, index / peers + lane * stride, lane < kFirstRows ? shared.sent[owner] : 0);
+  sender.send(owner, index / peers + lane * stride, lane < kFirstChoices ? shared.sent[owner] : 0);
   sender.announce();
 }
 
@@ -138,7 +137,7 @@ __device__ __forceinline__ void push_tokens(MegaMoeParams const& params, CallSta
     longest = max_of(longest, static_cast<int32_t>(shared.sent[(rank + i) % plan.world]));
   }
   TokenSender sender(params, call);
-  for (int32_t begin = first_choices(plan, call) + call.block; begin < longest;
+  for (int32_t begin = kFirstChoices * first_senders(plan, call) + call.block; begin < longest;
        begin += 32 * call.num_blocks) {
     int32_t const position = begin + static_cast<int32_t>(threadIdx.x % 32) * call.num_blocks;
     for (int32_t i = 1; i < plan.world; ++i) {

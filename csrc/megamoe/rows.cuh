@@ -6,10 +6,7 @@
 namespace xstage {
 
 constexpr int kRowBatch = 16;              // rows that a warp works out together, one per lane
-#ifndef GROUP_BYTES
-#define GROUP_BYTES 16384
-#endif
-constexpr int32_t kGroupBytes = GROUP_BYTES;  // moved between two announcements
+constexpr int32_t kGroupBytes = 16 << 10;  // moved between two announcements
 
 // Up to 4 KiB of a row, in the registers of one warp: 16 bytes per lane and load. By assembly: the
 // compiler would make an address of its own for each load.
@@ -50,8 +47,8 @@ struct RowPiece {
 // Copies one row per bit of `lanes`, from from_row(l) to to_row(l) for lane l; whole warp. `meanwhile`
 // runs behind the loads of each piece.
 template <class From, class To, class Meanwhile>
-__device__ __forceinline__ void move_rows(uint32_t lanes, int32_t row_bytes, From from_row, To to_row,
-                                          Meanwhile meanwhile) {
+__device__ __forceinline__ void move_rows(uint32_t lanes, int32_t row_bytes, From from_row,
+                                          To to_row, Meanwhile meanwhile) {
   int32_t const offset = static_cast<int32_t>(threadIdx.x % 32) * 16;
 #pragma unroll 1
   for (; lanes != 0; lanes &= lanes - 1) {

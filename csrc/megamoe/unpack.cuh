@@ -20,9 +20,6 @@
 #include "rows.cuh"
 #include "trace.cuh"
 
-#ifndef UNPACK_BYTES
-#define UNPACK_BYTES 16384
-#endif
 namespace xstage {
 
 // A row to copy; lanes without one have a negative block.
@@ -121,8 +118,7 @@ __device__ __forceinline__ void unpack_rows(MegaMoeParams const& params, CallSta
   total = __reduce_add_sync(0xffffffffu, total);
   // Few rows: a share for every warp.
   int32_t const fair = ceil_div(total, 4 * Traits::kDispatchWarps * call.num_blocks);
-  int32_t const rows_each =
-      max_of(1, min_of(min_of(UNPACK_BYTES / row_bytes, kRowBatch), fair));
+  int32_t const rows_each = max_of(1, min_of(min_of(kGroupBytes / row_bytes, kRowBatch), fair));
   Tracer<kTrace> tracer({params.trace, params.trace_records}, blockIdx.x, TraceTrack::kPull,
                         threadIdx.x == 32 * Traits::kFirstDispatchWarp);
   int32_t pending = -1;  // block of this lane's row that is copied, but not announced
@@ -162,12 +158,8 @@ __device__ __forceinline__ void unpack_rows(MegaMoeParams const& params, CallSta
     if (row.block < 0) return batch;
     int32_t const token = static_cast<int32_t>(row.route) / plan.topk;
     int32_t const distance = (row.source - rank + plan.world) % plan.world;
-    batch.from = distance == 0
-                     ? ~token
-                     : plan.token_place(distance, plan.token_set(row.expert), token);
-#ifndef NOPF
-    bulk_prefetch_l2(from_row(batch.from), row_bytes);
-#endif
+    batch.from =
+        distance == 0 ? ~token : plan.token_place(distance, plan.token_set(row.expert), token);
     batch.block = row.block;
     batch.ring_row = row.block % plan.x_ring_blocks * Traits::kBlockM + row.in_block;
     own.origins(plan, params.layout, row.block)[row.in_block] = pack_origin(row.source, row.route);
