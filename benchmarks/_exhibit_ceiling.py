@@ -52,7 +52,7 @@ class Part:
 
 def parts_of(line: Line, config: _sweep.Config) -> Part:
     """Splits a traced call of rank 0; means over SMs."""
-    plan = MegaMoePlan(*line["plan"])
+    plan = MegaMoePlan(**line["plan"])
     rows = config.draw().counts(config.num_experts).sum(axis=0)[: config.local_experts]
     blocks = -(-rows // plan.block_m)
     last = rows - (blocks - 1) * plan.block_m
@@ -83,7 +83,7 @@ def ceiling(lines: Sequence[Line], traces: Sequence[Line], plans: Sequence[_plan
     """What the ceilings and the best of all measured plans would give, and a call in parts."""
     arms = by_arm(lines)
     configs = {str(config.key): config for config in _sweep.load_configs()}
-    best = {str(case.config.key): min(one.us for one in case.plans) for case in plans}
+    best = {str(case.config.key): min(one.us for one in case.rivals) for case in plans}
     tables = [_ratios(arms, best, configs)]
     # Traced are the wave with plain stores and then, where it differs, what the planner chose.
     chosen = {str(line["shape"]): line for line in traces}
@@ -121,7 +121,7 @@ def _ratios(
 ) -> Table:
     models: dict[str, list[tuple[float, ...]]] = {}
     for key, found in arms.items():
-        times = [float(found[arm]["us_median"]) for arm in _sweep.ARMS]
+        times = [float(found[arm]["us_median"]) for arm in _sweep.RIVALS]
         chosen = float(found["planner"]["us_median"])
         ratios = [_over(found, us) for us in (chosen, min(times), best[key], _ceiling_us(found))]
         base = found["wave/st"]

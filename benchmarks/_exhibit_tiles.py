@@ -24,7 +24,7 @@ def simulated(line: Line, profile: machine.MachineProfile) -> simulate.Simulatio
         counts = np.zeros_like(counts)
         counts[load.rank] = load.counts.sum(axis=0)
     return simulate.simulate_megamoe(
-        MegaMoePlan(*line["plan"]), counts, profile, rank=load.rank, trace=True,
+        MegaMoePlan(**line["plan"]), counts, profile, rank=load.rank, trace=True,
         num_tokens=config.tokens,
     )  # fmt: skip
 
@@ -115,7 +115,7 @@ def _over_the_sweep(
         config = by_key[json.dumps(line["shape"])]
         load = _sweep.load_of(config, config.draw())
         result = simulate.simulate_megamoe(
-            MegaMoePlan(*line["plan"]), load.counts, profile,
+            MegaMoePlan(**line["plan"]), load.counts, profile,
             rank=load.rank, trace=True, num_tokens=config.tokens,
         )  # fmt: skip
         predicted = np.percentile(simulated_spans_us(result), [50, 90])

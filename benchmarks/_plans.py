@@ -80,6 +80,12 @@ class Case:
         own = one.mean_alone_us / one.us if one.alone_us else statistics.median(slower)
         return float(one.us * own**ALONE)
 
+    @property
+    def rivals(self) -> tuple[Measured, ...]:
+        """Plans that send tokens as often as among the real layer's ranks."""
+        sets = self.config.token_sets
+        return tuple(one for one in self.plans if one.plan.token_sets == sets)
+
     def of(self, plan: MegaMoePlan) -> Measured | None:
         """What was measured of a plan."""
         return {one.plan: one for one in self.plans}.get(plan)
@@ -101,7 +107,7 @@ def read(lines: Iterable[Mapping[str, Any]]) -> list[Case]:
 
 def _measured(one: Mapping[str, Any]) -> Measured:
     timing = Timing(one["us"], one["us_p10"], one["us_p90"], one["n"], ())
-    plan = MegaMoePlan(*one["plan"])
+    plan = MegaMoePlan(**one["plan"])
     halves = tuple(one["halves_us"])
     alone = tuple(one.get("alone_us", ()))
     return Measured(one["name"], plan, one["us"], halves, timing, one.get("raw_us"), alone)

@@ -14,23 +14,28 @@ import numpy.typing as npt
 
 from xstage_ext import machine
 from xstage_ext.planner import choose, ranking
-from xstage_ext.planner.megamoe import MegaMoePlan
+from xstage_ext.planner.megamoe import DISPATCHES, MegaMoePlan
 from xstage_ext.planner.problem import MoEProblem
 from xstage_ext.simulate import Simulation, simulate_megamoe
 from xstage_ext.testing import Routing, make_routing
 
 CONFIGS = pathlib.Path(__file__).with_name("configs_84.json")
 
+AS_IT_IS = "two ranks"
 ARMS: dict[str, dict[str, int]] = {
     "wave/st": {"schedule": 0, "store": 0, "dispatch": 0},
     "interleaved/st": {"schedule": 1, "store": 0, "dispatch": 0},
     "wave": {"schedule": 0, "store": 2},
     "interleaved": {"schedule": 1, "store": 2},
     "planner": {},
+    AS_IT_IS: {},
 }
 """Overrides of the planner by arm. With `st` the math warps issue plain stores and the owners of
 experts pull every row (the published experiment); `wave` and `interleaved` send asynchronously, in
-paced slices."""
+paced slices. `two ranks` is the planner's choice for the two ranks as they are: a token that is
+pushed crosses once. In all others it crosses as often as among the real layer's ranks."""
+RIVALS = tuple(arm for arm in ARMS if arm != AS_IT_IS)
+"""Arms that do the same; `two ranks` puts fewer bytes on the link than the real layer does."""
 
 EXTRA_PLANS: dict[str, dict[str, int]] = {
     "wave bulk 64": {"schedule": 0, "store": 1, "wave_blocks": 64},
@@ -129,7 +134,13 @@ class Config:
             intermediate=self.intermediate,
             max_tokens=self.tokens,
             remote_share=self.remote_share,
+            token_sets=self.token_sets,
         )
+
+    @property
+    def token_sets(self) -> int:
+        """Of the proxy: each of its other ranks stands for so many of the real layer's."""
+        return (self.ranks - 1) // (self.world - 1)
 
     @property
     def law_text(self) -> str:
@@ -195,17 +206,34 @@ class Load:
         The rank with most rows; it decides the time of the group.
     counts : int array [world, experts per rank]
         Rows by source and expert of that rank.
-    egress_bytes : float
-        Leaving that rank: its results to other ranks, and its tokens that they pull.
+    result_bytes, row_bytes : float
+        Leaving that rank: its results to other ranks; its tokens, a row per choice, where they pull.
+    token_bytes : mapping of int to float
+        Its tokens where it pushes, by `token_sets`.
+    token_sets : int
+        Of the proxy.
     """
 
     rank: int
     counts: npt.NDArray[np.int64]
     flops: float
-    egress_bytes: float
+    result_bytes: float
+    row_bytes: float
+    token_bytes: Mapping[int, float]
+    token_sets: int
     weight_bytes: float
     load_max_over_mean: float
     remote_share: float
+
+    @property
+    def least_bytes(self) -> float:
+        """Bytes that must leave the rank, as among the real layer's ranks."""
+        return self.result_bytes + self.token_bytes[self.token_sets]
+
+    def egress_bytes(self, plan: MegaMoePlan) -> float:
+        """Bytes that leave the rank by a plan."""
+        pulled = DISPATCHES[plan.dispatch] == "pull"
+        return self.result_bytes + (self.row_bytes if pulled else self.token_bytes[plan.token_sets])
 
 
 def load_of(config: Config, routing: Routing) -> Load:
@@ -215,17 +243,32 @@ def load_of(config: Config, routing: Routing) -> Load:
     rank = int(counts.sum(axis=(0, 2)).argmax())
     rows = counts[:, rank]
     remote_rows = rows.sum() - rows[rank].sum()
-    pulled = counts[rank].sum() - counts[rank, rank].sum()
+    row_bytes = 2.0 * config.hidden
     busy = int((rows.sum(axis=0) > 0).sum())
     return Load(
         rank=rank,
         counts=rows,
         flops=6.0 * rows.sum() * config.hidden * config.intermediate,
-        egress_bytes=2.0 * config.hidden * float(remote_rows + pulled),
+        result_bytes=row_bytes * float(remote_rows),
+        row_bytes=row_bytes * float(counts[rank].sum() - counts[rank, rank].sum()),
+        token_bytes={
+            sets: row_bytes * _sent(routing.topk_idx[rank], rank, local, sets)
+            for sets in (1, config.token_sets)
+        },
+        token_sets=config.token_sets,
         weight_bytes=6.0 * busy * config.hidden * config.intermediate,
         load_max_over_mean=routing.load_max_over_mean,
         remote_share=routing.remote_share,
     )
+
+
+def _sent(topk_idx: npt.NDArray[np.integer[Any]], rank: int, local: int, sets: int) -> int:
+    """How many tokens a rank pushes: one for every set of a peer's experts with a choice of it."""
+    owner, expert = topk_idx // local, topk_idx % local
+    wanted = (owner * sets + expert * sets // local)[:, None] == np.arange(
+        (topk_idx.max() // local + 1) * sets
+    ).reshape(1, -1, 1)
+    return int(wanted.any(axis=2).sum() - wanted[:, rank * sets : (rank + 1) * sets].any(2).sum())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,7 +306,7 @@ def ceiling_of(
     rate = float((mechanism.R_both_GBps or mechanism.R_GBps)(profile.gpu.num_sms))
     return Ceiling(
         compute_us=load.flops / (matrix_tflops or profile.rates.matrix_tflops["bf16"]) / 1e6,
-        link_us=load.egress_bytes / rate / 1e3,
+        link_us=load.least_bytes / rate / 1e3,
         weights_us=load.weight_bytes / profile.rates.hbm_GBps / 1e3,
     )
 
@@ -271,8 +314,7 @@ def ceiling_of(
 def real_link_us(config: Config, profile: machine.MachineProfile) -> float:
     """Link floor of the real layer on `ranks` GPUs with even routing, in us.
 
-    There a token travels once to each rank that holds at least one of its experts. Two ranks cannot
-    show that saving, so the proxy pulls every row.
+    There a token travels once to each rank that holds at least one of its experts.
     """
     others = (config.ranks - 1) / config.ranks
     local = config.experts // config.ranks
@@ -286,7 +328,10 @@ def real_link_us(config: Config, profile: machine.MachineProfile) -> float:
 
 def plan_of(config: Config, arm: str, profile: machine.MachineProfile) -> MegaMoePlan:
     """The plan of an arm: the planner's choice under the arm's overrides."""
-    return choose.choose(config.problem, profile, **ARMS[arm]).plan
+    problem = config.problem
+    if arm == AS_IT_IS:
+        problem = dataclasses.replace(problem, token_sets=1)
+    return choose.choose(problem, profile, **ARMS[arm]).plan
 
 
 def grid_plans(
@@ -296,6 +341,9 @@ def grid_plans(
     plans = {}
     for name, fields in (ranking.FAMILIES | (TRIALS if trials else EXTRA_PLANS)).items():
         plans[name] = choose.family_plan(config.problem, profile, ranking.DEFAULTS | fields)
+    for arm in ("planner", AS_IT_IS):
+        chosen = plan_of(config, arm, profile)
+        plans[f"{arm}, other dispatch"] = dataclasses.replace(chosen, dispatch=1 - chosen.dispatch)
     return plans
 
 

@@ -176,7 +176,7 @@ def measure(
     times["serial"] = Timing.of(raw["serial"])
     serial = next(row for row in task.predicted if row.arm == BASELINE)
     serial = dataclasses.replace(
-        serial, arm="serial", extra={k: v for k, v in serial.extra.items() if k in sweep_84.FACTS}
+        serial, arm="serial", extra={k: v for k, v in serial.extra.items() if k in SERIAL_FACTS}
     )
     matrix_tflops = case.dense_flops / times[DENSE].us_median / 1e6
     load = _sweep.load_of(task.config, task.config.draw())
@@ -193,6 +193,8 @@ def measure(
     return [*rows, *spans, _plans_row(task, samples, raw, ok, alone, matrix_tflops)]
 
 
+SERIAL_FACTS = (*sweep_84.FACTS, "egress_bytes")
+"""The unfused pipeline sends a row per choice, as the baseline does."""
 NEAR = 1.06
 """Plans that take more than so many times the fastest in turns are not timed alone."""
 
@@ -218,7 +220,7 @@ def _on_gpu(workspace: SymmetricWorkspace) -> bool:
 def _trace_row(task: Task, name: str, timing: Timing, trace: dict[str, float]) -> _report.Row:
     """What the trace build said of one call by a plan, beside the plan's time."""
     us = timing.us_median, timing.us_p10, timing.us_p90
-    extra = trace | {"plan": list(dataclasses.astuple(task.plans[name]))}
+    extra = trace | {"plan": dataclasses.asdict(task.plans[name])}
     key, world = task.config.key, task.config.world
     return _report.Row(_plans.TRACE_OP, name, key, world, *us, timing.n, extra=extra)
 
@@ -243,7 +245,7 @@ def _plans_row(
         halves = [float(np.median(samples[name][i::2])) for i in (0, 1)]
         times = {"us": timing.us_median, "us_p10": timing.us_p10, "us_p90": timing.us_p90}
         plans.append(
-            {"name": name, "plan": list(dataclasses.astuple(plan)), "ok": ok[name], "n": timing.n}
+            {"name": name, "plan": dataclasses.asdict(plan), "ok": ok[name], "n": timing.n}
             | {key: round(us, 2) for key, us in times.items()}
             | {"halves_us": [round(us, 2) for us in halves]}
             | {"samples_us": [round(us, 1) for us in raw[name]]}

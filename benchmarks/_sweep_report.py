@@ -13,7 +13,7 @@ from typing import Any
 import _plans
 import _report
 import _sweep
-from _sweep import ARMS, Config
+from _sweep import ARMS, RIVALS, Config
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -238,9 +238,10 @@ def _times(shown: Shown, measured: bool) -> Table:
 def _floors(shown: Shown) -> Table:
     """Floors, bytes, and how long a tile's results take to leave where that was traced."""
     table = _new_table(
-        "Floors and bytes of the heaviest rank; T_iss: handing over a Linear-2 tile, p50/p90",
+        "Floors and bytes of the heaviest rank (out: every row pulled; least: each token once per rank "
+        "of the real layer); T_iss: handing over a Linear-2 tile, p50/p90",
         [
-            "out\nMB", "arithmetic\nus", "link\nus", "weights\nus", "link, real\nlayer us",
+            "out\nMB", "least\nMB", "arithmetic\nus", "link\nus", "weights\nus", "link, real\nlayer us",
             "dense\nTFLOP/s", "unfused\nus", "T_iss us\nwave st", "T_iss us\nplanner",
         ],
     )  # fmt: skip
@@ -249,7 +250,7 @@ def _floors(shown: Shown) -> Table:
         dense = (one.plans or {}).get("matrix_tflops")
         table.add_row(
             *_key_cells(config),
-            f"{base['egress_bytes'] / 1e6:.1f}",
+            *(f"{base[name] / 1e6:.1f}" for name in ("egress_bytes", "least_bytes")),
             *(f"{base[f'{name}_floor_us']:.1f}" for name in ("compute", "link", "weights")),
             f"{base['real_link_floor_us']:.1f}",
             "-" if dense is None else f"{dense:.0f}",
@@ -343,7 +344,7 @@ def _alone(shown: Shown) -> list[str]:
 def _regret_text(shown: Shown) -> str:
     """How much longer the planner's choice takes than the best arm of each configuration."""
     regrets = sorted(
-        (one.us("planner") / min(one.us(arm) for arm in ARMS) - 1.0, c.name) for c, one in shown
+        (one.us("planner") / min(one.us(arm) for arm in RIVALS) - 1.0, c.name) for c, one in shown
     )
     worst, name = regrets[-1]
     return f"median {regrets[len(regrets) // 2][0]:.1%}, worst {worst:.1%} ({name})"

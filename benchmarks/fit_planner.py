@@ -80,7 +80,7 @@ def regrets(
         found = families_of(case, profile)
         told = rule.log_times(ranking.features(case.config.problem, profile))
         chosen = min((name for name in told if name in found), key=lambda name: told[name])
-        cost = cost_of(case.plans, found[chosen])
+        cost = cost_of(case.rivals, found[chosen])
         if cost is not None:
             costs.append((cost, case.config.name, chosen))
     return costs

@@ -35,8 +35,8 @@ class Point:
 
 
 def points_of(cases: Sequence[_plans.Case]) -> list[Point]:
-    """Every measured plan that the planner may choose: it never adds up early."""
-    return [Point(case, plan) for case in cases for plan in case.plans if plan.plan.combine == 0]
+    """Every measured plan."""
+    return [Point(case, plan) for case in cases for plan in case.plans]
 
 
 def subset(points: Sequence[Point], plans: int) -> list[Point]:

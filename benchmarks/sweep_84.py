@@ -45,12 +45,15 @@ from rich.progress import (
 from xstage_ext import machine
 
 FACTS = (
-    "held_out", "load_max_over_mean", "remote_share_drawn", "egress_bytes", "flops", "ceiling_us",
+    "held_out", "load_max_over_mean", "remote_share_drawn", "least_bytes", "flops", "ceiling_us",
     "ceiling_by", "compute_floor_us", "link_floor_us", "weights_floor_us", "real_link_floor_us",
     "profile", "provenance",
 )  # fmt: skip
 """What holds for every arm of a configuration; see `config_facts`."""
-PLAN_FIELDS = ("schedule", "store", "lead_blocks", "wave_blocks", "group_blocks", "slice_rows")
+PLAN_FIELDS = (
+    *("schedule", "store", "dispatch", "lead_blocks", "wave_blocks", "group_blocks"),
+    "slice_rows",
+)  # fmt: skip
 EXIT_LEFT = 3
 """Exit status of a run that leaves configurations."""
 
@@ -70,9 +73,10 @@ def predicted_rows(config: Config, profile: machine.MachineProfile) -> list[_rep
                 config.world,
                 result.total_us,
                 tflops=load.flops / result.total_us / 1e6,
-                egress_GBps=load.egress_bytes / result.total_us / 1e3,
+                egress_GBps=load.egress_bytes(plan) / result.total_us / 1e3,
                 extra=facts
                 | {
+                    "egress_bytes": load.egress_bytes(plan),
                     "predicted_us": result.total_us,
                     "predicted_stall_us": result.stall_us,
                     "predicted_shadow_us": result.mean("shadow_wait_us"),
@@ -91,7 +95,7 @@ def config_facts(
         "held_out": config.held_out,
         "load_max_over_mean": load.load_max_over_mean,
         "remote_share_drawn": load.remote_share,
-        "egress_bytes": load.egress_bytes,
+        "least_bytes": load.least_bytes,
         "flops": load.flops,
         **ceiling_facts(_sweep.ceiling_of(load, profile)),
         "real_link_floor_us": _sweep.real_link_us(config, profile),

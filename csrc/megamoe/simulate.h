@@ -226,19 +226,21 @@ class LinkBins {
   std::vector<double> values_;
 };
 
-// Rows of x travel in block order, as a fluid. Those of this rank cost the dispatch warps something
-// too, but no bytes on the link: a block counts as its remote rows and a share of the others.
+// Rows of x travel in block order, as a fluid. Those that are on this rank already cost the dispatch
+// warps something too, but no bytes on the link: a block counts as its rows that cross the link and a
+// share of the others.
 class TokenPull {
  public:
   TokenPull(MegaMoePlan const& plan, std::vector<int32_t> const& counts,
-            std::vector<int32_t> const& remote_rows, double local_share) {
+            std::vector<double> const& link_rows, double local_share) {
     double const row_bytes = 2.0 * plan.hidden;
     double remote = 0.0, all = 0.0;
     for (int32_t rows : counts) {
       for (; rows > 0; rows -= plan.block_m) {
-        int32_t const mine = remote_rows[costs_.size()];
-        costs_.push_back(row_bytes * (mine + local_share * (min_of(rows, plan.block_m) - mine)));
-        remote += row_bytes * mine;
+        double const crossing = link_rows[costs_.size()];
+        costs_.push_back(row_bytes *
+                         (crossing + local_share * (min_of(rows, plan.block_m) - crossing)));
+        remote += row_bytes * crossing;
         all += costs_.back();
       }
     }

@@ -1,5 +1,6 @@
 // The operator of the simulator: numbers in, numbers out, no workspace and no peers.
 #include <algorithm>
+#include <cmath>
 
 #include "common/torch_glue.h"
 #include "simulation.h"
@@ -43,7 +44,8 @@ SimulatedMachine read_machine(Tensor const& tensor) {
   return machine;
 }
 
-// Rows of other ranks in every block: rows of an expert come from all sources in turn.
+// Rows of other ranks in every block: rows of an expert come from all sources in turn where they are
+// pulled, else this rank's own first.
 std::vector<int32_t> remote_rows(MegaMoePlan const& plan, std::vector<int64_t> const& counts,
                                  int32_t rank) {
   std::vector<int32_t> result;
@@ -56,8 +58,47 @@ std::vector<int32_t> remote_rows(MegaMoePlan const& plan, std::vector<int64_t> c
     }
     for (int32_t row = 0; row < rows; ++row) {
       if (row % plan.block_m == 0) result.push_back(0);
-      RowSource const from = row_source(plan.world, (rank + 1) % plan.world, row, count_of);
-      result.back() += from.source != rank;
+      bool const own =
+          plan.dispatch == kPush
+              ? row < count_of(rank)
+              : row_source(plan.world, (rank + 1) % plan.world, row, count_of).source == rank;
+      result.back() += !own;
+    }
+  }
+  return result;
+}
+
+// Rows that cross the link for every block. Where tokens are pushed these are the ones that no earlier
+// expert of the set has wanted, if the choices of a token are independent; an expert's are spread
+// evenly over its blocks.
+std::vector<double> link_rows(MegaMoePlan const& plan, std::vector<int64_t> const& counts,
+                              int32_t rank, std::vector<int32_t> const& remote_rows) {
+  std::vector<double> result(remote_rows.begin(), remote_rows.end());
+  if (plan.dispatch != kPush) return result;
+  int32_t const experts = plan.experts_per_rank();
+  std::vector<double> listed(plan.world, 0.0);  // choices of the set so far, by source
+  size_t block = 0;
+  for (int32_t expert = 0; expert < experts; ++expert) {
+    if (expert > 0 && plan.token_set(expert) != plan.token_set(expert - 1)) {
+      std::fill(listed.begin(), listed.end(), 0.0);
+    }
+    int64_t rows = 0;
+    double sent = 0.0;
+    for (int32_t source = 0; source < plan.world; ++source) {
+      int64_t const count = counts[source * experts + expert];
+      rows += count;
+      if (source == rank) continue;
+      // A token is missing as long as none of its choices is listed.
+      auto const missing = [&](double choices) {
+        double const share = std::min(1.0, choices / (1.0 * plan.max_tokens * plan.topk));
+        return plan.max_tokens * std::pow(1.0 - share, plan.topk);
+      };
+      sent += missing(listed[source]) - missing(listed[source] + static_cast<double>(count));
+      listed[source] += static_cast<double>(count);
+    }
+    for (int64_t row = 0; row < rows; row += plan.block_m) {
+      result[block++] =
+          sent * static_cast<double>(min_of<int64_t>(rows - row, plan.block_m)) / rows;
     }
   }
   return result;
@@ -91,9 +132,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> megamoe_simulate(std::vector<int64_t>
              " rows in all, got ", counts[i], " (sum ", all, ")");
     rows[i % experts] += static_cast<int32_t>(counts[i]);
   }
-  MegaMoeSimulation simulation(plan, read_machine(machine),
-                               doubles("rates", rates, plan.num_sms + 1), rows,
-                               remote_rows(plan, counts, static_cast<int32_t>(rank)), trace);
+  std::vector<int32_t> const remote = remote_rows(plan, counts, static_cast<int32_t>(rank));
+  MegaMoeSimulation simulation(
+      plan, read_machine(machine), doubles("rates", rates, plan.num_sms + 1), rows, remote,
+      link_rows(plan, counts, static_cast<int32_t>(rank), remote), trace);
   simulation.run();
   std::vector<double> workers;
   double end = 0.0;

@@ -21,7 +21,8 @@ class MegaMoeSimulation {
  public:
   MegaMoeSimulation(MegaMoePlan const& plan, SimulatedMachine const& machine,
                     std::vector<double> rates, std::vector<int32_t> counts,
-                    std::vector<int32_t> remote_rows, bool trace)
+                    std::vector<int32_t> remote_rows, std::vector<double> const& link_rows,
+                    bool trace)
       : plan_(plan),
         machine_(machine),
         rates_(std::move(rates)),
@@ -32,7 +33,7 @@ class MegaMoeSimulation {
         bins_(machine.bin_us),
         link_(plan.num_clusters(), plan.cluster_size),
         memory_(plan.num_clusters(), plan.cluster_size),
-        pull_(plan, counts_, remote_rows_, machine.local_share) {
+        pull_(plan, counts_, link_rows, machine.local_share) {
     int32_t const blocks = static_cast<int32_t>(remote_rows_.size());
     linear1_left_.assign(blocks, plan.linear1_tiles());
     linear2_left_.assign(blocks, plan.linear2_tiles());

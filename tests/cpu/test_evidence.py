@@ -161,7 +161,7 @@ def test_regret_of_the_planners_choice(evidence, tmp_path):
     chosen = exhibits.choose.choose(config.problem, PROFILE).plan
     other = dataclasses.replace(chosen, x_ring_blocks=chosen.x_ring_blocks + 1)
     plans = [
-        {"name": name, "plan": dataclasses.astuple(plan), "us": us, "ok": True, "n": 20}
+        {"name": name, "plan": dataclasses.asdict(plan), "us": us, "ok": True, "n": 20}
         | {"halves_us": halves, "us_p10": us, "us_p90": us}
         for name, plan, us, halves in (
             ("ours", chosen, 102.0, (103.0, 101.0)),
@@ -189,7 +189,7 @@ def test_a_call_in_parts(evidence, tmp_path):
     per_sm = [blocks * n / plan.num_sms for n in (plan.linear1_tiles, plan.linear2_tiles)]
     tiles = 50.0 + per_sm[0] * (20 + 3 + 2) + per_sm[1] * (10 + 1 + 4) + 30.0
     line = FACTS | {"op": "megamoe_trace", "arm": "wave/st", "shape": config.key}
-    line |= {"plan": dataclasses.astuple(plan), "kernel_clock_mhz": 1600.0}
+    line |= {"plan": dataclasses.asdict(plan), "kernel_clock_mhz": 1600.0}
     line |= {"linear1_tile_us": 20.0, "linear1_stage_wait_us": 3.0, "linear1_hand_over_us": 2.0}
     line |= {"linear2_tile_us": 10.0, "linear2_stage_wait_us": 1.0, "linear2_hand_over_us": 4.0}
     line |= {"first_tile_us": 50.0, "tiles_us": tiles, "signal_us": 5.0, "combine_us": 15.0}
@@ -211,7 +211,7 @@ def test_a_call_in_parts(evidence, tmp_path):
         | {"ceiling_us": 100.0, "compute_floor_us": 80.0, "flops": 56e9}
         for arm, us in zip(sweep.ARMS, (220.0, 210.0, 215.0, 205.0, 200.0), strict=True)
     ]  # fmt: skip
-    seen = {"name": "a", "plan": dataclasses.astuple(plan), "us": 190.0, "ok": True, "n": 20}
+    seen = {"name": "a", "plan": dataclasses.asdict(plan), "us": 190.0, "ok": True, "n": 20}
     seen |= {"halves_us": [190.0, 190.0], "us_p10": 190.0, "us_p90": 190.0}
     plans = FACTS | {"op": "megamoe_plans", "arm": "all", "shape": config.key, "plans": [seen]}
     write(tmp_path / "sweep_84.jsonl", [*arms, line, plans])
@@ -305,7 +305,7 @@ def tile_lines(exhibits):
         known = arm if arm in exhibits._sweep.ARMS else "wave/st"
         plan = exhibits._sweep.plan_of(exhibits._sweep.load_configs()[21], known, PROFILE)
         line = {"op": "megamoe_tiles", "arm": arm, "index": 21, "bin_us": 10.0, "commit": "abc"}
-        line["plan"] = dataclasses.astuple(plan)
+        line["plan"] = dataclasses.asdict(plan)
         result = exhibits.simulated(line, PROFILE)
         spans = exhibits.simulated_spans_us(result)
         activity = exhibits.simulated_activity(result, 10.0)
@@ -319,7 +319,7 @@ def test_spans_and_timeline_show_predictions_beside_what_was_seen(evidence, tmp_
     config = evidence._exhibits._sweep.load_configs()[21]
     plan = evidence._exhibits._sweep.plan_of(config, "wave/st", PROFILE)
     traced = FACTS | {"op": "megamoe_trace", "arm": "wave/st", "shape": config.key}
-    traced |= {"plan": dataclasses.astuple(plan), "linear2_span_us": 2.0}
+    traced |= {"plan": dataclasses.asdict(plan), "linear2_span_us": 2.0}
     write(tmp_path / "sweep_84.jsonl", [traced | {"linear2_span_p90_us": 9.0}])
     for name in ("spans", "timeline"):
         result = CliRunner().invoke(evidence.app, [name])

@@ -341,7 +341,7 @@ def test_labels_follow_the_planner(benchmarks, monkeypatch):
     config = sweep.load_configs()[3]
     families = sweep.grid_plans(config, PROFILE)
     plans = [
-        {"name": name, "plan": dataclasses.astuple(plan), "ok": True, "n": 20}
+        {"name": name, "plan": dataclasses.asdict(plan), "ok": True, "n": 20}
         | {"us": us, "us_p10": us - 1, "us_p90": us + 1, "halves_us": [us, us]}
         for us, (name, plan) in enumerate(families.items(), start=500)
     ]

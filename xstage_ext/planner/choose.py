@@ -16,6 +16,7 @@ from .. import _env, machine
 from ..errors import PlanError, ProfileError
 from ..simulate import simulate_megamoe
 from . import measured, ranking
+from .dispatch import dispatch_of
 from .floors import Floors as Floors
 from .floors import floors as floors
 from .megamoe import (
@@ -30,11 +31,6 @@ from .problem import MoEProblem
 
 RING_BYTES = 512_000_000
 """Most bytes that the two rings of a rank take by default."""
-
-PUSH_FROM, PUSH_MOST_HIDDEN, PUSH_LEAST_ROWS, PUSH_WARPS = 0.9, 2048, 64, 2
-"""Rows are pushed where the link takes this much of the time of arithmetic, if they are no wider
-(wider ones keep the link as busy when they are pulled) and so many per warp; warps of an SM."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Instance:
@@ -309,23 +305,11 @@ def _base(
         slice_rows=fields["slice_rows"],
         mix=fields["mix"],
         weight_layout=WEIGHT_LAYOUTS.index(problem.weight_layout),
-        dispatch=given.get("dispatch", _dispatch(problem, profile, sms)),
+        dispatch=given.get("dispatch", DISPATCHES.index(dispatch_of(problem, profile))),
+        token_sets=problem.token_sets,
     )
     group = min(fields["group_blocks"], max(cluster, _load_blocks(plan, problem)))
     return dataclasses.replace(plan, group_blocks=given.get("group_blocks", group))
-
-
-def _dispatch(problem: MoEProblem, profile: machine.MachineProfile, num_sms: int) -> int:
-    """Stores carry more than loads, but get in the way of an SM's own loads (docs/perf_log.md)."""
-    least = floors(problem, profile)
-    warps = PUSH_WARPS * num_sms
-    pushed = (
-        least.egress_us > PUSH_FROM * least.compute_us
-        and problem.hidden <= PUSH_MOST_HIDDEN
-        and problem.rows >= PUSH_LEAST_ROWS * warps
-        and problem.world <= warps  # one for every rank
-    )
-    return DISPATCHES.index("push" if pushed else "pull")
 
 
 def _tile(per_expert: float, compiled: Sequence[Instance]) -> Instance:
@@ -357,9 +341,7 @@ def _with_rings(
     h_ring = max(least, min(least + spare, most))
     room = ring_bytes - 2 * h_ring * base.block_m * base.intermediate
     fits = room // (2 * base.block_m * base.hidden)
-    load = _load_blocks(base, problem) * 5 // 4
-    # Pushed rows best never wait for a slot.
-    wanted = load if DISPATCHES[base.dispatch] == "push" else min(x_ring, load)
+    wanted = min(x_ring, _load_blocks(base, problem) * 5 // 4)
     return dataclasses.replace(
         base,
         lead_blocks=0 if wave else distance,

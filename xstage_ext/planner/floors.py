@@ -10,7 +10,8 @@ from .problem import MoEProblem
 
 @dataclasses.dataclass(frozen=True)
 class Floors:
-    """Least times of a call on one rank, us: arithmetic, bytes leaving, reading weights once."""
+    """Least times of a call on one rank, us: arithmetic, bytes leaving (each token once per rank
+    that wants it, and results), reading weights once."""
 
     compute_us: float
     egress_us: float
@@ -35,11 +36,16 @@ class Floors:
 def floors(problem: MoEProblem, profile: machine.MachineProfile) -> Floors:
     """Least times of the problem on a machine."""
     rates = profile.rates
-    curve = profile.mechanism("bulk").R_GBps
     # Experts without rows are not read.
     busy = min(1.0, problem.rows / problem.experts_per_rank)
     return Floors(
         compute_us=problem.flops / rates.matrix_tflops["bf16"] / 1e6,
-        egress_us=problem.egress_bytes / float(curve(profile.gpu.num_sms)) / 1e3,
+        egress_us=egress_us(problem, profile, "push"),
         weights_us=busy * problem.weight_bytes / rates.hbm_GBps / 1e3,
     )
+
+
+def egress_us(problem: MoEProblem, profile: machine.MachineProfile, dispatch: str) -> float:
+    """Time of the bytes that leave a rank, us; `dispatch`: of `DISPATCHES`."""
+    rate = float(profile.mechanism("bulk").R_GBps(profile.gpu.num_sms))
+    return problem.egress_bytes(dispatch) / rate / 1e3

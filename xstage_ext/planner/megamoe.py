@@ -22,6 +22,7 @@ LAYER_FIELDS = (
     "intermediate",
     "max_tokens",
     "weight_layout",
+    "token_sets",
 )
 """Fields that say what the layer is; the others say how it runs."""
 

@@ -37,6 +37,10 @@ class MoEProblem:
         Share of the rows that cross the link; None: 1 - 1 / world. A world of one has none.
     weight_layout : str
         Rows of w13: "gate_up", "up_gate" or "interleaved".
+    token_sets : int
+        Sets of a rank's experts, alike in number. Where sources push tokens, one crosses the link
+        once for each set that holds an expert of it; 1: once per rank. Only measurements in which
+        few ranks stand in for many need others: with 7, two ranks send as much as eight.
     """
 
     world: int
@@ -48,6 +52,7 @@ class MoEProblem:
     tokens: int | None = None
     remote_share: float | None = None
     weight_layout: str = "gate_up"
+    token_sets: int = 1
 
     def __post_init__(self) -> None:
         reason = self.why_not()
@@ -91,6 +96,11 @@ class MoEProblem:
             return f"tokens: expected 0 to max_tokens ({self.max_tokens}), got {self.tokens}"
         if self.remote_share is not None and not 0.0 <= self.remote_share <= 1.0:
             return f"remote_share: expected 0 to 1, got {self.remote_share}"
+        if not 1 <= self.token_sets <= self.experts_per_rank:
+            return (
+                f"token_sets: expected 1 to {self.experts_per_rank} (experts per rank), got "
+                f"{self.token_sets}"
+            )
         if self.weight_layout not in WEIGHT_LAYOUTS:
             known = ", ".join(WEIGHT_LAYOUTS)
             return f"weight_layout: expected one of {known}, got {self.weight_layout}"
@@ -124,9 +134,24 @@ class MoEProblem:
         return 6.0 * self.rows * self.hidden * self.intermediate
 
     @property
-    def egress_bytes(self) -> float:
-        """Bytes that leave a rank: answers to pulls, and results. Local rows do not count."""
-        return 2.0 * self.remote * self.rows * self.hidden * _BF16
+    def sent_tokens(self) -> float:
+        """How often a token crosses the link where sources push: owners, or sets of their experts,
+        that hold one of its experts; the mean when all of them are as likely."""
+        sets = (self.world - 1) * self.token_sets
+        return 0.0 if sets == 0 else sets * (1.0 - (1.0 - self.remote / sets) ** self.topk)
+
+    def egress_bytes(self, dispatch: str) -> float:
+        """Bytes that leave a rank: tokens on their way to experts, and results; those of local
+        experts do not count.
+
+        Parameters
+        ----------
+        dispatch : str
+            Of `DISPATCHES`: "pull", a row per choice, or "push", a row per token and owner.
+        """
+        results = self.remote * self.topk
+        tokens = results if dispatch == "pull" else self.sent_tokens
+        return (tokens + results) * self.load * self.hidden * _BF16
 
     @property
     def weight_bytes(self) -> float:

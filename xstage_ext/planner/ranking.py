@@ -17,6 +17,7 @@ import pathlib
 
 from .. import machine
 from ..model import drain_GBps
+from .dispatch import dispatch_of
 from .problem import MoEProblem
 
 _FILE = pathlib.Path(__file__).with_name("megamoe_ranking.json")
@@ -66,7 +67,7 @@ def features(problem: MoEProblem, profile: machine.MachineProfile) -> list[float
     """
     rate = float(drain_GBps(profile.mechanism("bulk"), profile.gpu.num_sms, True))
     compute_us = max(problem.flops, 1.0) / profile.rates.matrix_tflops["bf16"] / 1e6
-    link_us = max(problem.egress_bytes, 1.0) / rate / 1e3
+    link_us = max(problem.egress_bytes(dispatch_of(problem, profile)), 1.0) / rate / 1e3
     weights_us = problem.weight_bytes / profile.rates.hbm_GBps / 1e3
     blocks = max(problem.rows, 1) / _ROWS
     link = max(link_us / compute_us, LEAST_LINK)

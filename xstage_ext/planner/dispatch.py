@@ -1,0 +1,29 @@
+"""Who moves tokens to the owners of their experts: pull or push (csrc/megamoe/README.md)."""
+
+from __future__ import annotations
+
+from .. import machine
+from .floors import egress_us, floors
+from .problem import MoEProblem
+
+LINK_FROM = 0.9
+"""Tokens are pushed where pulled rows and results would keep the link busy for this share of the
+time of arithmetic or weights: a push puts fewer bytes on it, and copies once more."""
+LEAST_ROWS, LINK_WITH_FEWER, REUSE_WITH_FEWER = 64, 1.3, 3.0
+"""A first token takes longer by that copy. It is worth it where a dispatch warp has so many rows,
+or the link takes so much, or a token that was sent serves so many rows: docs/perf_log.md."""
+WARPS = 2
+"""Dispatch warps of an SM."""
+
+
+def dispatch_of(problem: MoEProblem, profile: machine.MachineProfile) -> str:
+    """"pull" or "push", by what was measured of both."""
+    if problem.remote == 0.0:
+        return "pull"
+    least = floors(problem, profile)
+    busy = max(least.compute_us, least.weights_us)
+    link = egress_us(problem, profile, "pull") / max(busy, 1e-9)
+    many = problem.rows >= LEAST_ROWS * WARPS * profile.gpu.num_sms
+    reuse = problem.remote * problem.topk / problem.sent_tokens
+    pushed = link >= LINK_FROM and (many or link >= LINK_WITH_FEWER or reuse >= REUSE_WITH_FEWER)
+    return "push" if pushed else "pull"
