@@ -140,7 +140,7 @@ class Config:
     @property
     def token_sets(self) -> int:
         """Of the proxy: each of its other ranks stands for so many of the real layer's."""
-        return (self.ranks - 1) // (self.world - 1)
+        return min((self.ranks - 1) // (self.world - 1), self.local_experts)
 
     @property
     def law_text(self) -> str:
@@ -207,7 +207,7 @@ class Load:
     counts : int array [world, experts per rank]
         Rows by source and expert of that rank.
     result_bytes, row_bytes : float
-        Leaving that rank: its results to other ranks; its tokens, a row per choice, where they pull.
+        Leaving that rank: its results to other ranks; its tokens, a row per choice.
     token_bytes : mapping of int to float
         Its tokens where it pushes, by `token_sets`.
     token_sets : int
@@ -252,7 +252,7 @@ def load_of(config: Config, routing: Routing) -> Load:
         result_bytes=row_bytes * float(remote_rows),
         row_bytes=row_bytes * float(counts[rank].sum() - counts[rank, rank].sum()),
         token_bytes={
-            sets: row_bytes * _sent(routing.topk_idx[rank], rank, local, sets)
+            sets: row_bytes * sent_tokens(routing.topk_idx[rank], rank, local, sets)
             for sets in (1, config.token_sets)
         },
         token_sets=config.token_sets,
@@ -262,13 +262,20 @@ def load_of(config: Config, routing: Routing) -> Load:
     )
 
 
-def _sent(topk_idx: npt.NDArray[np.integer[Any]], rank: int, local: int, sets: int) -> int:
-    """How many tokens a rank pushes: one for every set of a peer's experts with a choice of it."""
-    owner, expert = topk_idx // local, topk_idx % local
-    wanted = (owner * sets + expert * sets // local)[:, None] == np.arange(
-        (topk_idx.max() // local + 1) * sets
-    ).reshape(1, -1, 1)
-    return int(wanted.any(axis=2).sum() - wanted[:, rank * sets : (rank + 1) * sets].any(2).sum())
+def sent_tokens(ids: npt.NDArray[np.integer[Any]], rank: int, local: int, sets: int) -> int:
+    """How many tokens a rank pushes: each once for every set of a peer's experts that wants it.
+
+    Parameters
+    ----------
+    ids : int array [tokens, topk]
+        Experts, `local` of them per rank.
+    sets : int
+        Of a rank's experts.
+    """
+    owner, expert = ids // local, ids % local
+    token = np.arange(len(ids)).reshape(-1, 1)
+    wanted = (token << 32 | owner * sets + expert * sets // local)[owner != rank]
+    return len(np.unique(wanted))
 
 
 @dataclasses.dataclass(frozen=True)

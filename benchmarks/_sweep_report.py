@@ -238,11 +238,12 @@ def _times(shown: Shown, measured: bool) -> Table:
 def _floors(shown: Shown) -> Table:
     """Floors, bytes, and how long a tile's results take to leave where that was traced."""
     table = _new_table(
-        "Floors and bytes of the heaviest rank (out: every row pulled; least: each token once per rank "
-        "of the real layer); T_iss: handing over a Linear-2 tile, p50/p90",
+        "Floors and bytes of the heaviest rank (out: every row pulled; least: tokens as often as "
+        "among the real layer's ranks); T_iss: handing over a Linear-2 tile, p50/p90",
         [
-            "out\nMB", "least\nMB", "arithmetic\nus", "link\nus", "weights\nus", "link, real\nlayer us",
-            "dense\nTFLOP/s", "unfused\nus", "T_iss us\nwave st", "T_iss us\nplanner",
+            "out\nMB", "least\nMB", "arithmetic\nus", "link\nus", "weights\nus",
+            "link, real\nlayer us", "dense\nTFLOP/s", "unfused\nus",
+            "T_iss us\nwave st", "T_iss us\nplanner",
         ],
     )  # fmt: skip
     for config, one in shown:

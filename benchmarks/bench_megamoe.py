@@ -3,15 +3,16 @@
     torchrun --nproc-per-node 2 benchmarks/bench_megamoe.py [--shape 0] [--pairs 20]
 
 Two GPUs stand in for one GPU's load among eight: every rank holds the local experts of the table,
-7/8 of all choices fall on the peer's experts, and dispatch sends a row per choice (no
-de-duplication, which would save at two ranks what it cannot save at eight). Floors are printed for
-that case. Arms, all in one process, interleaved, each the maximum over ranks:
+and 7/8 of all choices fall on the peer's experts. Where tokens are pushed one crosses once for each
+seventh of these experts that wants it, as it would cross once to each of seven peers. Floors are
+printed for that case. Arms, all in one process, interleaved, each the maximum over ranks:
 
-  wave st, inter st        16-byte stores by the math warps, Expert-Wave and interleaved schedule:
-                           the published experiment
+  wave st, inter st        16-byte stores by the math warps, Expert-Wave and interleaved schedule,
+                           a row pulled per choice: the published experiment
   wave bulk, inter bulk    asynchronous stores, each half tile at once
   wave paced, inter paced  asynchronous stores, a row per warp and step
   chosen                   the planner's plan
+  two ranks                the planner's plan for the two ranks as they are: a token crosses once
   local                    our kernel, the same rows, all experts on this rank
   gemms                    torch's two grouped products alone, no activation, no copies between
   fp8 rival                the public Hopper FP8 MegaMoE (deep_gemm) where it is installed: half
@@ -33,28 +34,32 @@ import torch.distributed as dist
 from _ranks import local_rank
 from _report import ResultWriter, Row, line
 from _rival_moe import rival_arm
+from _sweep import AS_IT_IS, sent_tokens
 
 from xstage_ext import SymmetricWorkspace, machine, reference
 from xstage_ext.planner import choose
-from xstage_ext.planner.megamoe import MegaMoePlan
+from xstage_ext.planner.megamoe import DISPATCHES, MegaMoePlan
 from xstage_ext.planner.problem import MoEProblem
 from xstage_ext.testing import Timing, compare, make_routing, time_arms
 from xstage_ext.workspace import region_bytes
 
-REMOTE_SHARE = 7 / 8
+RANKS = 8
+"""Of the group that two ranks stand in for."""
+REMOTE_SHARE = (RANKS - 1) / RANKS
 RTOL = ATOL = 2e-2
 
 MIXED = {"schedule": 1, "mix": 1, "group_blocks": 8, "lead_blocks": 16, "x_ring_blocks": 32}
 """The interleaved order that measured best: tiles mixed, short leads, few rows ahead."""
 
 ARMS: dict[str, dict[str, int]] = {
-    "wave st": {"schedule": 0, "store": 0},
-    "inter st": {**MIXED, "store": 0},
+    "wave st": {"schedule": 0, "store": 0, "dispatch": 0},
+    "inter st": {**MIXED, "store": 0, "dispatch": 0},
     "wave bulk": {"schedule": 0, "store": 1},
     "inter bulk": {**MIXED, "store": 1},
     "wave paced": {"schedule": 0, "store": 2, "slice_rows": 1},
     "inter paced": {**MIXED, "store": 2, "slice_rows": 1},
     "chosen": {},
+    AS_IT_IS: {},
 }
 """Fields of the plan that an arm fixes; the planner chooses the others."""
 
@@ -79,6 +84,7 @@ class Shape:
             intermediate=self.intermediate,
             max_tokens=self.tokens,
             remote_share=REMOTE_SHARE if world > 1 else None,
+            token_sets=(RANKS - 1) // (world - 1) if world > 1 else 1,
         )
 
 
@@ -129,11 +135,13 @@ class Layer:
         """Of the rows that this rank receives."""
         return 6.0 * self.received * self.shape.hidden * self.shape.intermediate
 
-    @property
-    def egress_bytes(self) -> float:
-        """Pulled rows and results that leave this rank, in bf16."""
-        rows = self.shape.tokens * self.shape.topk * self.remote_share
-        return 2 * rows * 2.0 * self.shape.hidden
+    def egress_bytes(self, plan: MegaMoePlan | None) -> float:
+        """Tokens and results that leave this rank, in bf16; None: a row per choice."""
+        results = tokens = self.shape.tokens * self.shape.topk * self.remote_share
+        if plan is not None and DISPATCHES[plan.dispatch] == "push":
+            local, ids = self.shape.local_experts, self.ids.cpu().numpy()
+            tokens = sent_tokens(ids, self.rank, local, plan.token_sets)
+        return (tokens + results) * 2.0 * self.shape.hidden
 
     def fused(self, plan: MegaMoePlan, workspace: SymmetricWorkspace, name: str) -> Call:
         """The operator with a plan; its memory comes from the workspace."""
@@ -167,6 +175,8 @@ def plans_of(shape: Shape, world: int, names: list[str]) -> dict[str, MegaMoePla
     """The plan of every fused arm."""
     problem = shape.problem(world)
     plans = {name: choose.choose(problem, None, **ARMS[name]).plan for name in names}
+    if AS_IT_IS in plans:
+        plans[AS_IT_IS] = choose.choose(dataclasses.replace(problem, token_sets=1), None).plan
     if world > 1:
         # A rank of its own: duplicates of an expert within a token are legal.
         plans["local"] = choose.choose(shape.problem(1), None).plan
@@ -220,6 +230,8 @@ def rows_of(
         if name in plans:
             extra["plan"] = " ".join(map(str, plans[name].words()))
             extra["workspace_bytes"] = plans[name].bytes()
+        remote = name not in ("local", "gemms")
+        sent = layer.egress_bytes(plans.get(name)) if remote else 0.0
         rows.append(
             Row(
                 "megamoe",
@@ -231,7 +243,7 @@ def rows_of(
                 timing.us_p90,
                 timing.n,
                 tflops=layer.flops / us / 1e6,
-                egress_GBps=0.0 if name in ("local", "gemms") else layer.egress_bytes / us / 1e3,
+                egress_GBps=sent / us / 1e3,
                 ok=ok[name],
                 extra=extra,
             )

@@ -176,29 +176,53 @@ def test_tile_follows_rows_per_expert(monkeypatch: pytest.MonkeyPatch) -> None:
         assert {plan.block_m for plan in plans} == {block_m}
 
 
-def test_rows_are_pushed_where_the_link_is_what_counts() -> None:
-    link = MoEProblem(
-        world=2,
-        num_experts=64,
-        topk=8,
-        hidden=2048,
-        intermediate=768,
-        max_tokens=8192,
-        remote_share=7 / 8,
-    )
-    pushed = choose(link, PROFILE).plan
-    assert pushed.dispatch == 1
-    # A slot for every block: 65,536 rows in blocks of 128, and some for skewed routing.
-    assert pushed.x_ring_blocks > 512
-    at_home = dataclasses.replace(link, remote_share=0.1)
-    deep = dataclasses.replace(link, intermediate=2048)
-    wide = dataclasses.replace(link, hidden=2112)
-    few = dataclasses.replace(link, max_tokens=1024)
-    for other in (at_home, deep, wide, few, LARGE):
+LINK = MoEProblem(
+    world=2,
+    num_experts=64,
+    topk=8,
+    hidden=2048,
+    intermediate=768,
+    max_tokens=8192,
+    remote_share=7 / 8,
+)
+"""The link takes longer than arithmetic."""
+
+
+def test_tokens_are_pushed_where_the_link_is_what_counts() -> None:
+    assert choose(LINK, PROFILE).plan.dispatch == 1
+    at_home = dataclasses.replace(LINK, remote_share=0.1)
+    deep = dataclasses.replace(LINK, intermediate=2048)
+    alone = dataclasses.replace(LINK, world=1, num_experts=32, remote_share=None)
+    for other in (at_home, deep, alone, LARGE):
         assert choose(other, PROFILE).plan.dispatch == 0, other
-    pulled = choose(link, PROFILE, dispatch=0).plan
-    assert (pulled.dispatch, pulled.x_ring_blocks) == (0, 64)
-    many = dataclasses.replace(link, world=8, num_experts=256)
-    assert choose(many, PROFILE, num_sms=2).plan.dispatch == 0
-    with pytest.raises(PlanError, match="num_sms: expected at least 4 where rows are pushed"):
-        choose(many, PROFILE, num_sms=2, dispatch=1)
+    assert choose(LINK, PROFILE, dispatch=0).plan.dispatch == 0
+    # Few rows, where a first token's longer way counts: only if what is sent serves many rows.
+    few = dataclasses.replace(LINK, max_tokens=1024, remote_share=0.5)
+    assert choose(few, PROFILE).plan.dispatch == 1
+    assert choose(dataclasses.replace(few, token_sets=7), PROFILE).plan.dispatch == 0
+
+
+def test_bytes_by_hand() -> None:
+    """Of 8192 tokens of 4 KiB: results of 7 choices each, and tokens."""
+    token = 8192 * 4096.0
+    assert LINK.egress_bytes("pull") == pytest.approx(14 * token)
+    assert LINK.sent_tokens == pytest.approx(1.0 - (1 / 8) ** 8)
+    assert LINK.egress_bytes("push") == pytest.approx((7 + LINK.sent_tokens) * token)
+    # Eight ranks, or two of which one stands for seven: each of seven is missed by (7/8)^8.
+    eight = dataclasses.replace(LINK, world=8, num_experts=256, remote_share=None)
+    sets = dataclasses.replace(LINK, token_sets=7)
+    assert eight.sent_tokens == sets.sent_tokens == pytest.approx(7 * (1 - (7 / 8) ** 8))
+    assert floors(sets, PROFILE).egress_us == pytest.approx(
+        (7 + 7 * (1 - (7 / 8) ** 8)) / (7 + LINK.sent_tokens) * floors(LINK, PROFILE).egress_us
+    )
+    assert dataclasses.replace(LINK, remote_share=1.0).sent_tokens == 1.0
+    assert dataclasses.replace(LINK, remote_share=0.0).sent_tokens == 0.0
+
+
+def test_sets_of_tokens_are_those_of_the_problem() -> None:
+    assert choose(LINK, PROFILE).plan.token_sets == 1
+    assert choose(dataclasses.replace(LINK, token_sets=7), PROFILE).plan.token_sets == 7
+    with pytest.raises(PlanError, match="token_sets: says what the layer is"):
+        choose(LINK, PROFILE, token_sets=7)
+    with pytest.raises(PlanError, match="token_sets: expected 1 to 32 .experts per rank., got 33"):
+        dataclasses.replace(LINK, token_sets=33)

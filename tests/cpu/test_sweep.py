@@ -40,9 +40,17 @@ def test_the_drawn_routing_is_what_the_configuration_says(benchmarks, index):
     assert (skewed > 1.4) == (config.routing == "skewed")
     ceiling = sweep.ceiling_of(load, PROFILE)
     assert ceiling.us == max(ceiling.compute_us, ceiling.link_us, ceiling.weights_us)
-    # Dispatch and combine cross the link, each row once.
+    # Combine crosses the link, and dispatch: a row per choice, or per token and set of experts.
     remote = config.tokens * config.topk * config.remote_share
-    assert load.egress_bytes == pytest.approx(2 * remote * 2 * config.hidden, rel=0.1)
+    pulled, pushed = (
+        dataclasses.replace(sweep.plan_of(config, "planner", PROFILE), dispatch=dispatch)
+        for dispatch in (0, 1)
+    )
+    assert load.egress_bytes(pulled) == pytest.approx(2 * remote * 2 * config.hidden, rel=0.1)
+    told = config.problem.egress_bytes("push")
+    assert load.egress_bytes(pushed) == load.least_bytes == pytest.approx(told, rel=0.1)
+    once = load.egress_bytes(dataclasses.replace(pushed, token_sets=1)) - load.result_bytes
+    assert once <= 2 * config.hidden * config.tokens
 
 
 def with_rates(tflops, memory_GBps, link_GBps):
@@ -75,9 +83,13 @@ def test_floors_by_hand(benchmarks):
     assert facts["flops"] == 7 * 3 * 2 * 256 * 128
     assert facts["compute_floor_us"] == pytest.approx(7 * 196608 / 500e6)
     assert facts["weights_floor_us"] == pytest.approx(2 * 196608 / 4000e3)
-    # Out go results of 4 rows and 3 tokens that rank 1 pulls, 512 bytes each, both ways at once.
-    assert facts["egress_bytes"] == 7 * 512
+    # Out go results of 4 rows and 3 tokens that rank 1 pulls, 512 bytes each, both ways at once. No
+    # token is wanted twice by one of the three sets, which hold an expert each.
+    assert load.token_sets == 3 and load.row_bytes == 3 * 512
+    assert facts["least_bytes"] == 7 * 512
     assert facts["link_floor_us"] == pytest.approx(7 * 512 / 400e3)
+    assert sweep.sent_tokens(np.array([[0, 3], [4, 5], [3, 3]]), 0, 3, 3) == 4
+    assert sweep.sent_tokens(np.array([[0, 3], [4, 5], [3, 3]]), 0, 3, 1) == 3
     assert (facts["ceiling_us"], facts["ceiling_by"]) == (facts["weights_floor_us"], "weights")
     for rates, by in (((5.0, 4000.0, 400.0), "compute"), ((500.0, 4000.0, 4.0), "link")):
         other = sweep_84.config_facts(config, load, with_rates(*rates))
@@ -184,7 +196,7 @@ def test_measuring_checks_and_times_every_arm(benchmarks, tmp_path):
     *rows, grid = rows
     assert [row["arm"] for row in rows] == ["serial", *benchmarks("_sweep").ARMS]
     assert grid["op"] == "megamoe_plans"
-    assert len({tuple(plan["plan"]) for plan in grid["plans"]}) == len(grid["plans"]) > 3
+    assert len({tuple(plan["plan"].values()) for plan in grid["plans"]}) == len(grid["plans"]) > 3
     times = {plan["name"]: plan for plan in grid["plans"]}
     for plan in grid["plans"]:
         assert plan["ok"] and plan["n"] == len(plan["samples_us"]) in (2, 6)
@@ -253,7 +265,7 @@ def test_a_measured_run_goes_on_where_it_was_cut(benchmarks, tmp_path):
     def names(lines):
         return sorted((line["shape"]["seed"], line["op"], line["arm"]) for line in lines)
 
-    assert len(first) == 14 and names(first) == names(second)
+    assert len(first) == 16 and names(first) == names(second)
     wanted = shown.Wanted(4, PROFILE.name, 1, [first[0]["commit"]])
     # The budget had ended before the third.
     assert [wanted.are_met(one) for one in shown.by_config(second).values()] == [True] * 2
@@ -309,7 +321,6 @@ def test_without_neighbours_samples_stay(benchmarks):
 
 def test_trials_vary_what_families_leave_alone(benchmarks):
     sweep = benchmarks("_sweep")
-    # Rows are pulled: a ring for pushed ones holds the whole load, whatever the family says.
     config = next(c for c in sweep.load_configs() if c.hidden > 2048 and c.tokens == 8192)
     usual = set(sweep.grid_plans(config, PROFILE).values())
     named = sweep.grid_plans(config, PROFILE, trials=True)

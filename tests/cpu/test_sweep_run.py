@@ -45,7 +45,8 @@ def test_quick_run_resumes_merges_and_reports(benchmarks, run, tmp_path):
 
     # One configuration is there, and what follows it is torn.
     before = files[0].read_text().splitlines()
-    files[0].write_text("\n".join(before[:5]) + '\n{"torn')
+    one = len(benchmarks("_sweep").ARMS)
+    files[0].write_text("\n".join(before[:one]) + '\n{"torn')
     result = run("--quick", "--only", "predict", "--part", "1/2", "--resume")
     assert result.exit_code == 0, result.output
     found = shown.by_config(read(files[0]))
@@ -53,9 +54,9 @@ def test_quick_run_resumes_merges_and_reports(benchmarks, run, tmp_path):
     assert all(shown.Wanted(0, PROFILE.name).are_met(one) for one in found.values())
     # Nothing was lost behind the torn line, nothing predicted twice.
     kept = files[0].read_text().splitlines()
-    assert kept[:5] == before[:5] and kept[5] == '{"torn' and len(kept) == 1 + len(before)
+    assert kept[:one] == before[:one] and kept[one] == '{"torn' and len(kept) == 1 + len(before)
     # Half a configuration is replaced, not added to.
-    files[0].write_text("\n".join(before[:7]) + "\n")
+    files[0].write_text("\n".join(before[: one + 2]) + "\n")
     assert run("--quick", "--only", "predict", "--part", "1/2", "--resume").exit_code == 0
     assert len(files[0].read_text().splitlines()) == len(before)
 
@@ -112,7 +113,7 @@ def test_what_need_not_be_measured_again(benchmarks):
     def met(lines, wanted=wanted):
         return wanted.are_met(next(iter(shown.by_config(lines).values()), None))
 
-    assert len(lines) == 7 and met(lines)
+    assert len(lines) == 8 and met(lines)
     assert not met([])
     for k, line in enumerate(lines):
         assert not met(lines[:k] + lines[k + 1 :]), f"without {line['arm']}"
@@ -255,7 +256,7 @@ def test_a_picture_shows_every_ratio_and_ceiling(benchmarks, monkeypatch, tmp_pa
 def test_the_second_table_has_floors_bytes_and_spans(benchmarks, tmp_path):
     config = benchmarks("_sweep").load_configs()[0]
     floors = {"compute_floor_us": 11.1, "link_floor_us": 22.2, "weights_floor_us": 33.3}
-    floors |= {"real_link_floor_us": 44.4, "egress_bytes": 55.5e6}
+    floors |= {"real_link_floor_us": 44.4, "egress_bytes": 55.5e6, "least_bytes": 44.1e6}
     lines = measured_lines(benchmarks, [config], **floors)
     lines[-1]["matrix_tflops"] = 666.0
     for line in lines:
@@ -267,7 +268,7 @@ def test_the_second_table_has_floors_bytes_and_spans(benchmarks, tmp_path):
         lines.append(trace | {"arm": arm, "ok": None} | dict(zip(names, spans, strict=True)))
     write(tmp_path / "x.jsonl", lines)
     text = " ".join(_console_text(benchmarks, tmp_path / "x.jsonl").split())
-    assert "balanced 55.5 11.1 22.2 33.3 44.4 666 100 3.2/9.5 2.0/4.5" in text
+    assert "balanced 55.5 44.1 11.1 22.2 33.3 44.4 666 100 3.2/9.5 2.0/4.5" in text
 
 
 def test_parts_that_do_not_fit_are_refused(benchmarks, run, tmp_path):
@@ -324,7 +325,7 @@ def test_a_choice_of_configurations_replaces_no_others(benchmarks, run, monkeypa
     assert result.exit_code == 0, result.output
     assert whole.read_text() == "{}\n"
     lines = list(benchmarks("_report").read(tmp_path / "sweep_84_predicted.only-5-3-5.jsonl"))
-    assert [line["shape"]["seed"] - 84 for line in lines] == [5] * 5 + [3] * 5
+    assert [line["shape"]["seed"] - 84 for line in lines] == [5] * 6 + [3] * 6
 
 
 def test_bad_parts_are_refused(benchmarks):

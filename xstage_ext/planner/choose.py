@@ -32,6 +32,7 @@ from .problem import MoEProblem
 RING_BYTES = 512_000_000
 """Most bytes that the two rings of a rank take by default."""
 
+
 @dataclasses.dataclass(frozen=True)
 class Instance:
     """What the kernel library was compiled for: one kernel."""

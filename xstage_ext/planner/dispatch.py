@@ -9,7 +9,7 @@ from .problem import MoEProblem
 LINK_FROM = 0.9
 """Tokens are pushed where pulled rows and results would keep the link busy for this share of the
 time of arithmetic or weights: a push puts fewer bytes on it, and copies once more."""
-LEAST_ROWS, LINK_WITH_FEWER, REUSE_WITH_FEWER = 64, 1.3, 3.0
+LEAST_ROWS, LINK_WITH_FEWER, REUSE_WITH_FEWER = 64, 1.5, 3.0
 """A first token takes longer by that copy. It is worth it where a dispatch warp has so many rows,
 or the link takes so much, or a token that was sent serves so many rows: docs/perf_log.md."""
 WARPS = 2
@@ -17,7 +17,7 @@ WARPS = 2
 
 
 def dispatch_of(problem: MoEProblem, profile: machine.MachineProfile) -> str:
-    """"pull" or "push", by what was measured of both."""
+    """ "pull" or "push", by what was measured of both."""
     if problem.remote == 0.0:
         return "pull"
     least = floors(problem, profile)

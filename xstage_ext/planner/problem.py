@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import numpy.typing as npt
@@ -138,7 +139,8 @@ class MoEProblem:
         """How often a token crosses the link where sources push: owners, or sets of their experts,
         that hold one of its experts; the mean when all of them are as likely."""
         sets = (self.world - 1) * self.token_sets
-        return 0.0 if sets == 0 else sets * (1.0 - (1.0 - self.remote / sets) ** self.topk)
+        share = self.remote / max(sets, 1)  # of a token's choices that fall on a set
+        return sets * (1.0 if share == 1.0 else -math.expm1(self.topk * math.log1p(-share)))
 
     def egress_bytes(self, dispatch: str) -> float:
         """Bytes that leave a rank: tokens on their way to experts, and results; those of local
