@@ -95,8 +95,9 @@ def ceiling(lines: Sequence[Line], traces: Sequence[Line], plans: Sequence[_plan
     text = (
         "The ceiling of a configuration is the largest of three times: its arithmetic at the rate "
         "that a large dense bf16 product of torch reached in the same rounds, the bytes that leave "
-        "a rank, tokens that peers pull included, at the rate of the link with both directions "
-        f"busy, and its weights read once. It is under {WANTED:.2f}x the wave with plain stores in "
+        "a rank (results, and tokens, once for each of the real layer's ranks that wants them) at "
+        "the rate of the link with both directions busy, and its weights read once. It is under "
+        f"{WANTED:.2f}x the wave with plain stores in "
         f"{len(low)} of {len(arms)} configurations. *dense*: the rate of that product, mean. "
         "Below: one traced call per configuration by the plan that the planner chose in that run, "
         "means over SMs. What a tile waits for before its first step is rows "
