@@ -1,17 +1,17 @@
 // Dispatch: count and list the rows for every expert and tell the owners. Where they pull the rows
-// (pull.cuh), the lists go to them and x is copied to where they can read it; where the sources push
-// (push.cuh), lists and x stay, and counts go to every rank.
+// (pull.cuh), x is copied to where they can read it; where tokens are pushed (push.cuh), this rank
+// keeps the lists too.
 //
-// Roles: the prologue is run by all warps of every block, before the tiles; segments of x are copied
-// by the math warps before their first tile. Shared memory: counts and positions per expert, in the
-// memory of the stages.
+// Roles: the prologue is run by all warps of every block, before the tiles; segments of x are
+// copied by the math warps before their first tile. Shared memory: counts and positions per expert,
+// in the memory of the stages.
 // Global protocol (bank = epoch mod 2, all words are private to this rank unless said otherwise):
 //   kSendCounts    red, every block -> grid barrier kCountsAdded -> read by every block
 //   kSendCursors   atomics of every block
-//   kRoutes, kCounts, kTokens (read or written by peers) -> grid barrier kRoutesStored; its last
-//                  arrival stores kDispatchSignals of every owner (fence.sys, relaxed). Where rows are
-//                  pushed: kCounts alone, by block 0, which stores the signals at once
-//   kDispatchSignals[source] -> acquire.sys by every block
+//   kRoutes, kCounts (of the owners), kSendRoutes, kTokens (if x is one segment; read by peers)
+//                  -> grid barrier kRoutesStored; its last arrival stores kDispatchSignals of every
+//                  rank, this one too (fence.sys, relaxed)
+//   kDispatchSignals[source] -> acquire.sys by every block; of this rank: kSendRoutes are whole
 //   kSegmentsStaged -> its last arrival stores kStaged[source][segment] of every owner (fence.sys,
 //                  relaxed)
 #pragma once
@@ -260,7 +260,7 @@ __device__ __forceinline__ bool dispatch_prologue(MegaMoeParams const& params,
   uint32_t* const barriers = own.counter(params.layout, call.bank, MegaMoeCounter::kGridBarriers);
   if (threadIdx.x == 0) red_add_release_gpu(barriers + kCountsAdded, 1);
 
-  // Rows of this rank's own tokens are pulled from x itself.
+  // Only peers pull from there: rows of this rank's own tokens come from x itself.
   if (plan.world > 1 && plan.dispatch != kPush && num_segments(plan) == 1) {
     stage_tokens(params, 0, call.num_tokens,
                  {static_cast<int32_t>(call.block * blockDim.x + threadIdx.x),
@@ -278,7 +278,8 @@ __device__ __forceinline__ bool dispatch_prologue(MegaMoeParams const& params,
   place_routes(params, call, shared);
   __syncthreads();
   list_routes(params, call, shared, begin, end);
-  // The stages' memory was used by ordinary accesses; the partner's loads may follow our next signal.
+  // The stages' memory was used by ordinary accesses; the partner's loads may follow our next
+  // signal.
   fence_proxy_async_shared();
   __syncthreads();
   if (threadIdx.x == 0) {

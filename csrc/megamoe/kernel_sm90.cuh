@@ -2,23 +2,24 @@
 //
 // Computes  y[t] = scale * sum over s of weight[t, s] * W2[e] (SiLU(Wg[e] x[t]) * (Wu[e] x[t])),
 //           e = idx[t, s].
-// Sends     counts, and routes, to the owners of the experts; rows of x, which owners pull or sources
-//           push; rows of Linear-2 results into the token owners' combine slots while the next tiles
-//           are computed (the X-Stage action: reshape; schedule.h decides what stands between
-//           bursts).
+// Sends     counts and routes to the owners of the experts; tokens, which owners pull, a row per
+//           choice, or sources push, once per owner; rows of Linear-2 results into the token
+//           owners' combine slots while the next tiles are computed (the X-Stage action: reshape;
+//           schedule.h decides what stands between bursts).
 //
 // Roles           warps   registers  file
 //   prologue      all     168        dispatch.cuh: count, list, tell owners
 //   load          0       104        mainloop.cuh: one thread; TMA
 //   schedule      1       104        mainloop.cuh: one thread; tiles, waits for their operands
-//   dispatch      2, 3    104        pull.cuh: rows of x into this rank's x ring, or push.cuh: into
-//                                    the rings of their owners; combine.cuh at the end
-//   math          4-11    200        dispatch.cuh: segments of x; mainloop.cuh, epilogue_l1.cuh,
-//                                    epilogue_l2.cuh, combine.cuh
+//   dispatch      2, 3    104        pull.cuh: rows into the x ring; or push.cuh: tokens to their
+//                                    owners (warp 3), then unpack.cuh: tokens into the x ring;
+//                                    combine.cuh
+//   math          4-11    200        dispatch.cuh: segments of x, or push.cuh: first tokens (4-7);
+//                                    mainloop.cuh, epilogue_l1.cuh, epilogue_l2.cuh, combine.cuh
 //
 // Shared memory, bytes
-//   stages        4 x 49152  A 128 x 64, B 256 x 64, both swizzled; before, counts of routes; behind,
-//                            rings of results for the combine
+//   stages        4 x 49152  A 128 x 64, B 256 x 64, both swizzled; before, counts of routes;
+//                            behind, rings of results for the combine
 //   staging       8 x 4224   per math warp: 8 rows of 512 + 16
 //   tiles, rows   256 + 512  what the scheduler tells loader and math warps; rows per local expert
 //
@@ -26,7 +27,7 @@
 //   full[4]       1 arrival + 49152 bytes      loader -> math warps
 //   empty[4]      16 arrivals (both CTAs)      math warps -> both loaders
 //   tile_ready[8] 1 arrival                    scheduler -> loader: the next tile
-//   operands_ready[8] 1 arrival                scheduler -> loader: its rows, or activations, are there
+//   operands_ready[8] 1 arrival                scheduler -> loader: its rows, or activations
 //   tile_taken[8] 1 arrival                    loader -> scheduler: prepare another
 //   ticket_full[8] 1 arrival + 4 bytes         scheduler of CTA 0 -> scheduler of CTA 1
 //   kMathGroup    128 threads                  votes of a math warpgroup, and its segments of x
@@ -35,17 +36,17 @@
 //   kCombined     320 threads (dispatch, math) the block has written its part of y
 //
 // Global protocol (layout.h has the regions and why two banks suffice): writer, order -> reader
-//   kDispatchSignals  last block of a source, or its block 0 where rows are pushed, fence.sys, relaxed ->
-//                 every block, acquire.sys: its counts (and lists) are here
-//   kStaged       last block of a source, fence.sys, relaxed -> pull: a segment of its tokens is readable
-//   kRoutesStored every block, red.release.gpu -> push: this rank's lists are whole
-//   kTickets      scheduler of CTA 0, atomic: the next cluster tile of the sequence
-//   kArrived      pull, red.release.gpu, or push of a source, red.release.sys -> scheduler,
-//                 acquire.sys + proxy fence
+//   kDispatchSignals  last block of a source, fence.sys, relaxed -> every block, acquire.sys: its
+//                 counts and lists are here
+//   kStaged       last block of a source, fence.sys, relaxed -> pull: a segment of its tokens is
+//                 readable
+//   kTokenHere    who sends a token, st.release.sys -> unpack, acquire.sys: it is in its place
+//   kTickets, kRowTickets  atomics: the next cluster tile of the sequence; the next rows to unpack
+//   kArrived      pull or unpack, red.release.gpu -> scheduler, acquire + proxy fence
 //   kLinear1Done  math warps, red.release.gpu -> scheduler (operands of Linear-2), acquire + proxy
-//                 fence; pull, or push of a source, acquire.sys (x ring slot free)
+//                 fence; pull or unpack, acquire (x ring slot free)
 //   kLinear2Done  math warps, red.relaxed.gpu, their reads being over -> scheduler (h ring slot)
-//   from[rank]    last block of a rank, fence.sys, relaxed -> every block of every rank, then combine
+//   from[rank]    last block of a rank, fence.sys, relaxed -> every block of every rank, combine
 // Requires: all CTAs co-resident (cooperative launch); pairs of CTAs in a cluster; plan fields
 //           block_m, block_n, cluster_size as in traits_sm90.h (checked in launch.cu).
 #pragma once
@@ -145,14 +146,15 @@ __device__ __forceinline__ void compute_tiles(MegaMoeParams const& params, CallS
 }
 
 // Math and dispatch warps meet: whether the results of all ranks are here, as the first math warp
-// saw. The vote travels with the barrier: a flag in shared memory would do, but racecheck reports it.
+// saw. The vote travels with the barrier: a flag in shared memory would do, but racecheck reports
+// it.
 __device__ __forceinline__ bool ranks_done(bool done) {
   return named_barrier_all(static_cast<int>(NamedBarrier::kRanksDone), kCombineThreads, done);
 }
 
-// The loader of an aborted call leaves with loads under way, for the partner too: they must not land
-// in the shared memory of a block that comes after this one. They read this GPU's memory and take
-// microseconds; this waits for many times as long, in both CTAs of the cluster.
+// The loader of an aborted call leaves with loads under way, for the partner too: they must not
+// land in the shared memory of a block that comes after this one. They read this GPU's memory and
+// take microseconds; this waits for many times as long, in both CTAs of the cluster.
 __device__ __forceinline__ void await_stray_loads() {
   constexpr uint64_t kEnoughNs = 20000;
   for (uint64_t const start_ns = global_timer_ns(); global_timer_ns() - start_ns < kEnoughNs;) {
@@ -196,7 +198,7 @@ __device__ __forceinline__ int32_t tokens_of(MegaMoeParams const& params) {
   return static_cast<int32_t>(max_of<int64_t>(0, min_of<int64_t>(asked, params.rows)));
 }
 
-// Warps 2 and 3: rows of x into the x rings.
+// Warps 2 and 3: rows into the x ring. In a push the last one sends this rank's tokens before.
 template <bool kTrace>
 __device__ __forceinline__ void dispatch_rows(MegaMoeParams const& params, CallState const& call,
                                               MegaMoeShared& shared) {

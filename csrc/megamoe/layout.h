@@ -4,15 +4,18 @@
 // rank that owns an expert.
 //   1. Source: count the rows per expert; store counts and routes into every owner's kCounts and
 //      kRoutes (bank n mod 2); then the signal word of this epoch in the owner's kDispatchSignals
-//      (a release). Copy x to kTokens in segments; the epoch into every owner's kStaged for each
-//      (a release). A single segment is copied before the signal, and has no word of its own.
-//      Where rows are pushed, counts of all experts go to every rank, routes into the source's own
-//      kRoutes, and x is not copied.
+//      (a release).
+//      Pull: copy x to kTokens in segments; the epoch into every owner's kStaged for each (a
+//      release). A single segment is copied before the signal, and has no word of its own.
+//      Push: keep the routes in kSendRoutes too.
 //   2. Owner: wait for the dispatch signal of every source; the counts now fix the whole schedule.
-//      Pull rows in block order from kTokens of the sources, each when its segment is there, into
-//      the x ring; note kOrigins. Or, where rows are pushed, every source does, each in block order,
-//      into the owner's x ring and kOrigins, when the slot of the ring is free there (kLinear1Done),
-//      and counts them in the owner's kArrived.
+//      Pull: load rows in block order from kTokens of the sources, each when its segment is there,
+//      into the x ring.
+//      Push: every source stores each token that an expert here wants into a place of its own in
+//      the owner's kTokens, once (or once per set of the experts, plan.token_sets), and the epoch
+//      into kTokenHere (a release). The owner copies rows in block order from there, its own from
+//      x, into the x ring, each when its token is there.
+//      Either way: wait for the slot of the ring (kLinear1Done), note kOrigins, count kArrived.
 //   3. Linear-1 reads the x ring, writes the h ring. Linear-2 reads the h ring and stores each row
 //      into kCombine[slot][token] of its source. Every element there has exactly one writer.
 //   4. Owner: all stores of the call complete -> Channel::from[owner] on every source.
@@ -22,14 +25,12 @@
 // Why no barrier at the end. A peer can begin call n + 1 while this rank is in call n, and then
 // stores counts and routes of bank (n + 1) mod 2. It cannot begin call n + 2 before this rank has
 // signalled call n + 1, so two banks suffice. Nothing else of call n + 1 touches this rank before
-// its own signal of n + 1, not even pushed rows. One copy of kTokens and kCombine suffices too: a
-// rank leaves call n only when every row that it sent has come back, so nobody still pulls from
-// kTokens.
+// its own signal of n + 1, which it gives when it has left call n: so one copy of kCombine is
+// enough, and of kTokens where peers store into it. Where they read it, too: a rank leaves call n
+// only when every row that it sent has come back, so nobody still pulls.
 //
-// Counters of a bank are touched by this rank only, but for the sources that push rows: they add to
-// kArrived and read kLinear1Done until all of the call's rows are here. Call n zeroes the other
-// bank: call n - 1, which used it, ended before in stream order. Epoch words only grow and are never
-// reset.
+// Counters of a bank are touched by this rank only. Call n zeroes the other bank: call n - 1, which
+// used it, ended before in stream order. Epoch words only grow and are never reset.
 #pragma once
 
 #include "common/workspace.h"
@@ -43,9 +44,9 @@ constexpr int64_t kBankAlign = 128;
 // Grid barriers of a call, indices into MegaMoeCounter::kGridBarriers.
 enum GridBarrier : int32_t { kCountsAdded, kRoutesStored, kNumGridBarriers };
 
-// A source copies x to kTokens in segments, and tells the owners about each: they pull the first
-// rows while the last are still being copied. A segment holds at least kSegmentBytes; a single one
-// is copied before the routes are told.
+// Pull: a source copies x to kTokens in segments, and tells the owners about each: they pull the
+// first rows while the last are still being copied. A segment holds at least kSegmentBytes; a
+// single one is copied before the routes are told.
 constexpr int32_t kMaxSegments = 16;
 constexpr int64_t kSegmentBytes = int64_t{4} << 20;
 
@@ -62,7 +63,7 @@ constexpr int32_t kRouteGroups = 16;
 #define XS_MEGAMOE_COUNTERS(X)                                                      \
   X(kGridBarriers, kNumGridBarriers, "arrivals of this rank's CTAs")                \
   X(kTickets, 1, "next cluster tile of the sequence")                               \
-  X(kRowTickets, 1, "next rows to unpack, where they are pushed")                   \
+  X(kRowTickets, 1, "push: next rows to unpack")                                    \
   X(kSegmentsStaged, kMaxSegments, "CTAs that have copied their part of a segment") \
   X(kSendCounts, kRouteGroups* plan.num_experts, "rows by route group and expert")  \
   X(kSendCursors, kRouteGroups* plan.num_experts, "rows of them that are listed")   \
@@ -190,7 +191,7 @@ struct MegaMoeView {
     return at<uint32_t>(layout, MegaMoeRegion::kRoutes,
                         int64_t{1} * (bank * plan.world + source) * plan.max_tokens * plan.topk);
   }
-  // The same of this rank, for one owner.
+  // What this rank has listed for one owner, as it lies in kRoutes there.
   XS_HD uint32_t* send_routes(MegaMoePlan const& plan, MegaMoeLayout const& layout,
                               int32_t owner) const {
     return at<uint32_t>(layout, MegaMoeRegion::kSendRoutes,

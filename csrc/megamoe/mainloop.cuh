@@ -12,10 +12,12 @@
 // Both CTAs of a cluster walk the same tiles with the same number of steps; a CTA without a tile of
 // its own keeps step with empty stages.
 // While a tile's rows are not there, the loader brings the weights of its first steps.
-// kSplit: warpgroup 1 of both CTAs takes rows 64 to 127 of the first block, each half of the columns.
-// Global protocol: before a tile's rows are loaded the scheduler acquires kArrived (Linear-1: its rows are
-// here), kLinear2Done of the block that used the h ring slot before (Linear-1), or kLinear1Done
-// (Linear-2: all columns are here). Counters of blocks count Traits::kTileCount per tile.
+// kSplit: warpgroup 1 of both CTAs takes rows 64 to 127 of the first block, each half of the
+// columns.
+// Global protocol: before a tile's rows are loaded the scheduler acquires kArrived (Linear-1: its
+// rows are here, pulled or unpacked), kLinear2Done of the block that used the h ring slot before
+// (Linear-1), or kLinear1Done (Linear-2: all columns are here). kArrived counts rows, the others
+// Traits::kTileCount per tile.
 #pragma once
 
 #include <cute/arch/cluster_sm90.hpp>
@@ -178,8 +180,8 @@ __device__ __forceinline__ int32_t next_tile(MegaMoeParams const& params, CallSt
   return ok ? shared.tickets[slot] : -1;
 }
 
-// One thread. Works out this cluster's tiles, one ahead of the loader, tells it, and waits for their
-// operands.
+// One thread. Works out this cluster's tiles, one ahead of the loader, tells it, and waits for
+// their operands.
 __device__ __forceinline__ void schedule_tiles(MegaMoeParams const& params, CallState const& call,
                                                MegaMoeShared& shared) {
   using Traits = MegaMoeTraits;
@@ -236,8 +238,9 @@ __device__ __forceinline__ void load_tiles(MegaMoeParams const& params, MegaMoeS
     if (!mbarrier_wait(&shared.tile_ready[slot], parity, params.workspace)) return;
     TileWork const work = shared.tiles[slot];
     TileLoads const loads(params, work);
-    // Takes the stage for a step, and brings weights into it. In an aborted call the math warps release
-    // stages that were never filled: one whose last filling is still under way is not taken again.
+    // Takes the stage for a step, and brings weights into it. In an aborted call the math warps
+    // release stages that were never filled: one whose last filling is still under way is not taken
+    // again.
     auto const begin_step = [&](PipelineState const& at, int k) {
       uint64_t* const full = &shared.full[at.stage];
       if (!mbarrier_wait(&shared.empty[at.stage], at.phase ^ 1, params.workspace)) return false;
@@ -265,8 +268,8 @@ __device__ __forceinline__ void load_tiles(MegaMoeParams const& params, MegaMoeS
     for (int k = 0; k < work.num_k; ++k, pipe.advance()) {
       if (k == look_ahead) mbarrier_arrive(&shared.tile_taken[slot]);
       if (k >= begun && !begin_step(pipe, k)) return;
-      // Our arrival, and with it the stage, comes behind operands_ready: what the scheduler acquired
-      // holds for the math warps too.
+      // Our arrival, and with it the stage, comes behind operands_ready: what the scheduler
+      // acquired holds for the math warps too.
       uint64_t* const full = &shared.full[pipe.stage];
       if (work.phase == TilePhase::kNone) {
         mbarrier_arrive(full);

@@ -1,5 +1,5 @@
-// The pull (plan.dispatch = 0): rows that sources have listed for this rank, from their memory into
-// this rank's x ring, one by one.
+// The pull (plan.dispatch = 0): rows that sources have listed for this rank, from their memory, or
+// from x, into this rank's x ring, one by one.
 //
 // Roles: warps 2 and 3, beside the tiles.
 // Global protocol:

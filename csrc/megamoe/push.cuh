@@ -1,16 +1,19 @@
-// The push (plan.dispatch = 1), the sources' part: tokens of this rank into the memory of the ranks that
-// own their experts. A token travels once to each owner, however many of its experts live there (once
-// per set of an owner's experts, plan.token_sets); the owner copies it to where they need it
-// (unpack.cuh). So what dispatch puts on the link is a row per token and owner, not per choice.
+// The push (plan.dispatch = 1), the sources' part: tokens of this rank into the memory of the ranks
+// that own their experts. A token travels once to each owner, however many of its experts live
+// there (once per set of an owner's experts, plan.token_sets); the owner copies it to where they
+// need it (unpack.cuh). So what dispatch puts on the link is a row per token and owner, not per
+// choice.
 //
-// Tokens go in the order in which an owner needs them: its lists are walked by expert, and a token is
-// sent at the first of its choices. Every token has a place of its own at the owner, so a source never
-// waits.
+// Tokens go in the order in which an owner needs them: its lists are walked by expert, and a token
+// is sent at the first of its choices. Every token has a place of its own at the owner, so a source
+// never waits.
 //
-// Roles: the last dispatch warp of every block, beside the tiles.
+// Roles: math warps 4 to 7, before their first tile: the first choices of every owner's list; the
+// last dispatch warp, beside the tiles: the others.
 // Global protocol:
-//   kTokenHere[place] (the owner's)  st.release.sys per token, for a group at a time -> acquire.sys by
-//                                    the owner's dispatch warps
+//   kSendRoutes (this rank's)        whole when its own kDispatchSignals was seen (dispatch.cuh)
+//   kTokenHere[place] (the owner's)  st.release.sys per token, for a group at a time -> acquire.sys
+//                                    by the owner's dispatch warps
 #pragma once
 
 #include "dispatch.cuh"
@@ -20,8 +23,8 @@
 
 namespace xstage {
 
-// Whether a choice is the one at which its token is sent to the owner: the first among its choices of
-// the same set, by expert.
+// Whether a choice is the one at which its token is sent to the owner: the first among its choices
+// of the same set, by expert.
 __device__ __forceinline__ bool sends_token(MegaMoeParams const& params, int32_t owner,
                                             int64_t first_choice, int32_t slot, int32_t local) {
   MegaMoePlan const& plan = params.plan;
@@ -43,8 +46,8 @@ __device__ __forceinline__ uint32_t take_group(uint32_t& left, int most) {
   return group;
 }
 
-// One warp's sending. A group of tokens is announced behind the first loads of the next, when most of
-// its stores have arrived.
+// One warp's sending. A group of tokens is announced behind the first loads of the next, when most
+// of its stores have arrived; the next one's rows of x are fetched into the L2 before.
 struct TokenSender {
   MegaMoeParams const& params;
   CallState const& call;
@@ -109,8 +112,8 @@ __device__ __forceinline__ int32_t first_senders(MegaMoePlan const& plan, CallSt
   return kFirstSenders * call.num_blocks / (plan.world - 1);
 }
 
-// The math warps, before their first tile: the tokens that owners need first. With all of them at once
-// the link would be shared by too many, and the first tokens would come with the last.
+// The math warps, before their first tile: the tokens that owners need first. With all of them at
+// once the link would be shared by too many, and the first tokens would come with the last.
 __device__ __forceinline__ void push_first_tokens(MegaMoeParams const& params,
                                                   CallState const& call,
                                                   MegaMoeShared const& shared) {

@@ -1,11 +1,12 @@
-// Rows of tokens on their way: copied by whole warps, through registers.
+// Tokens that are pushed, sent (push.cuh) and unpacked (unpack.cuh): rows copied by whole warps,
+// through registers.
 #pragma once
 
 #include <cstdint>
 
 namespace xstage {
 
-constexpr int kRowBatch = 16;              // rows that a warp works out together, one per lane
+constexpr int kRowBatch = 16;              // rows that are unpacked together, one per lane, at most
 constexpr int32_t kGroupBytes = 16 << 10;  // moved between two announcements
 
 // Up to 4 KiB of a row, in the registers of one warp: 16 bytes per lane and load. By assembly: the
@@ -44,8 +45,8 @@ struct RowPiece {
   }
 };
 
-// Copies one row per bit of `lanes`, from from_row(l) to to_row(l) for lane l; whole warp. `meanwhile`
-// runs behind the loads of each piece.
+// Copies one row per bit of `lanes`, from from_row(l) to to_row(l) for lane l; whole warp.
+// `meanwhile` runs behind the loads of each piece.
 template <class From, class To, class Meanwhile>
 __device__ __forceinline__ void move_rows(uint32_t lanes, int32_t row_bytes, From from_row,
                                           To to_row, Meanwhile meanwhile) {

@@ -3,7 +3,8 @@
 // trace[CTA][track][record] of kTraceWords int64: kind, tile (phase << 48 | block << 24 | n), start
 // and end in ns of globaltimer, then cycles: waiting for the tile's first stage, waiting for its
 // other stages (where only the partner's rows are late, also for these), handing over the results,
-// all of the tile. A track is written by one thread; records that do not fit are dropped.
+// all of the tile. Records that are no tiles have zeros there, unless said otherwise. A track is
+// written by one thread; records that do not fit are dropped.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +18,9 @@ enum class TraceTrack : int { kPhases = 0, kMath0 = 1, kMath1 = 2, kPull = 3 };
 enum class TraceKind : int64_t {
   kNone = 0,
   kTile = 1,      // math: first stage there .. results handed over
-  kPrologue = 2,  // start of the call .. counts of all sources known
-  kPull = 3,      // warp 2: a row pulled (n: which of its block), or a group of rows pushed
+  kPrologue = 2,  // from the start of the call on; handing over: ns until all counts were known
+  kPull = 3,      // warp 2: a row pulled (n: which of its block); or a group of rows unpacked
+                  // (block: of its batch's first row; n: 0; first stage: how many rows)
   kTail = 4,      // all tiles of this CTA done .. all ranks done
   kCombine = 5,
 };

@@ -1,17 +1,18 @@
-// The push (plan.dispatch = 1), the owners' part: rows of the x ring, copied from tokens that sources
-// have sent (push.cuh), or from this rank's own, in block order. A token that several experts want is
-// copied for each.
+// The push (plan.dispatch = 1), the owners' part: rows of the x ring, copied from tokens that
+// sources have sent (push.cuh), or from this rank's own, in block order. A token that several
+// experts want is copied for each.
 //
 // Rows are drawn, not dealt: a warp that still sends takes none.
 //
-// Roles: warps 2 and 3, beside the tiles.
+// Roles: warps 2 and 3, beside the tiles; warp 3 when it has sent this rank's tokens.
 // Global protocol:
 //   kRowTickets        atomic: the next rows
 //   kTokenHere[place]  acquire.sys: the token of a peer is here
 //   kLinear1Done       acquire: the x ring slot is free
 //   kArrived[b]        red.release.gpu per group of rows -> acquire by the schedulers
-// No deadlock: a warp takes ever later rows, and waits for tokens, whose sources never wait, and for
-// slots, which are freed by tiles that need only rows before its own.
+// No deadlock: a warp takes ever later rows, and announces what it has copied before it waits: for
+// tokens, whose sources never wait, or for slots, which are freed by tiles that need only rows
+// before its own.
 #pragma once
 
 #include "common/wait.cuh"
@@ -116,7 +117,7 @@ __device__ __forceinline__ void unpack_rows(MegaMoeParams const& params, CallSta
   int32_t total = 0;
   for (int32_t e = lane; e < plan.experts_per_rank(); e += 32) total += shared.rows[e];
   total = __reduce_add_sync(0xffffffffu, total);
-  // Few rows: a share for every warp.
+  // Few rows: every warp draws some.
   int32_t const fair = ceil_div(total, 4 * Traits::kDispatchWarps * call.num_blocks);
   int32_t const rows_each = max_of(1, min_of(min_of(kGroupBytes / row_bytes, kRowBatch), fair));
   Tracer<kTrace> tracer({params.trace, params.trace_records}, blockIdx.x, TraceTrack::kPull,
