@@ -9,6 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from xstage_ext._binary import wire_fields
+from xstage_ext._megamoe_setup import counter_bytes
 from xstage_ext.planner.megamoe import MegaMoePlan
 
 PLAN = MegaMoePlan(
@@ -20,9 +22,10 @@ PLAN = MegaMoePlan(
 def plans(draw: st.DrawFn) -> MegaMoePlan:
     world = draw(st.integers(1, 8))
     group, lead, wave = draw(st.integers(1, 9)), draw(st.integers(0, 9)), draw(st.integers(1, 9))
+    experts = draw(st.integers(1, 128))
     return MegaMoePlan(
         world=world,
-        num_experts=world * draw(st.integers(1, 128)),
+        num_experts=world * experts,
         topk=draw(st.integers(1, 16)),
         hidden=64 * draw(st.integers(1, 64)),
         intermediate=64 * draw(st.integers(1, 64)),
@@ -34,6 +37,8 @@ def plans(draw: st.DrawFn) -> MegaMoePlan:
         wave_blocks=wave,
         x_ring_blocks=draw(st.integers(9, 99)),
         h_ring_blocks=draw(st.integers(27, 99)),
+        dispatch=draw(st.sampled_from((0, 1))),
+        token_sets=draw(st.integers(1, experts)),
     )
 
 
@@ -97,6 +102,47 @@ def test_memory_by_formula() -> None:
     assert worst_blocks * 128 * (wide + 2 * 1536) > 2.5e9
 
 
+@pytest.mark.parametrize("world", [1, 2, 8])
+@pytest.mark.parametrize("token_sets", [1, 5, 16])
+def test_what_a_push_needs_is_there_only_where_tokens_are_pushed(
+    world: int, token_sets: int
+) -> None:
+    pull = dataclasses.replace(PLAN, world=world, num_experts=16 * world, token_sets=token_sets)
+    push = dataclasses.replace(pull, dispatch=1)
+    (pulled, _), (pushed, _) = regions(pull), regions(push)
+    assert pull.bytes() == dataclasses.replace(pull, token_sets=1).bytes()
+    tokens, wide = PLAN.max_tokens, 2 * PLAN.hidden
+    places = (world - 1) * token_sets * tokens
+    wanted = {
+        "kTokens": (tokens * wide, places * wide),
+        "kTokenHere": (0, 8 * places),
+        "kSendRoutes": (0, 4 * world * tokens * PLAN.topk),
+    }
+    found = {name: (pulled[name][1], pushed[name][1]) for name in pulled}
+    assert {name: sizes for name, sizes in found.items() if name in wanted} == wanted
+    assert all(one == other for name, (one, other) in found.items() if name not in wanted)
+    more = sum(after - before for before, after in wanted.values())
+    assert push.bytes() - pull.bytes() == more
+
+
+@pytest.mark.parametrize("dispatch", [0, 1])
+def test_a_reset_zeroes_every_word_that_calls_count_on(dispatch: int) -> None:
+    plan = dataclasses.replace(PLAN, dispatch=dispatch, token_sets=3)
+    table, _ = regions(plan)
+    for name in ("kDispatchSignals", "kStaged", "kTokenHere", "kCounters"):
+        assert sum(table[name]) <= counter_bytes(plan), name
+
+
+def test_the_number_of_a_place_fits_into_32_bits() -> None:
+    """The kernel keeps it in an int32."""
+    most = {name: high for name, _, high, _ in wire_fields("megamoe")}
+    largest = {name: most[name] for name in ("world", "max_tokens", "token_sets")}
+    plan = dataclasses.replace(PLAN, num_experts=1024, dispatch=1, **largest)
+    places = regions(plan)[0]["kTokenHere"][1] // 8
+    assert places == (plan.world - 1) * plan.token_sets * plan.max_tokens
+    assert places <= 1 << 31
+
+
 def test_rings_from_the_schedule() -> None:
     for change, text in [
         ({"h_ring_blocks": 31}, "h_ring_blocks: expected at least 32"),
@@ -117,6 +163,9 @@ def test_rings_from_the_schedule() -> None:
         ({"world": 4, "num_experts": 1024}, "expected at most 128 per rank, got 256"),
         ({"max_tokens": 1 << 20, "topk": 16, "world": 8}, None),
         ({"block_m": 24}, "block_m: expected a multiple of 16, got 24"),
+        ({"token_sets": 16, "dispatch": 1}, None),
+        ({"token_sets": 17}, "token_sets: expected at most 16 .experts per rank., got 17"),
+        ({"token_sets": 17, "dispatch": 1}, "token_sets: expected at most 16 .*, got 17"),
     ],
 )
 def test_plans_that_do_not_fit_are_refused_by_name(

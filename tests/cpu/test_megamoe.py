@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -84,7 +85,9 @@ def problems(draw: st.DrawFn) -> tuple[MegaMoePlan, list[int], int]:
         x_ring_blocks=group,
         h_ring_blocks=wave if schedule == 0 else lead + 2 * group,
         weight_layout=draw(st.sampled_from((0, 1, 2))),
+        dispatch=draw(st.sampled_from((0, 1))),
     )
+    plan = dataclasses.replace(plan, token_sets=draw(st.integers(1, plan.experts_per_rank)))
     plan = dataclasses.replace(plan, topk=draw(st.integers(1, min(4, plan.num_experts))))
     counts = draw(st.lists(st.integers(0, 140), min_size=world, max_size=world))
     return plan, counts, draw(st.integers(0, 1 << 30))
@@ -179,6 +182,67 @@ def test_ids_out_of_range_are_masked_and_raised(layers: list[Layer], bad: int) -
         layer.workspace.check()
 
 
+# --- pushed tokens ------------------------------------------------------------------------------
+
+
+def untidy(plan: MegaMoePlan, counts: list[int], seed: int) -> tuple[list[torch.Tensor], ...]:
+    """Tokens with choices that are skipped, and with two of the same expert."""
+    x, ids, scores = batch(plan, counts, seed)
+    generator = torch.Generator().manual_seed(seed)
+    for own in ids:
+        own[torch.rand(own.shape, generator=generator) < 0.2] = -1
+        twice = torch.rand(len(own), generator=generator) < 0.2
+        own[twice, -1] = own[twice, 0]
+    return x, ids, scores
+
+
+def regions(plan: MegaMoePlan) -> dict[str, slice]:
+    """Where every region lies."""
+    lines = torch.ops.xstage.megamoe_layout(plan.words()).splitlines()
+    spans = {name: (int(at), int(size)) for name, at, size, _ in (li.split(" ", 3) for li in lines)}
+    return {name: slice(at, at + size) for name, (at, size) in spans.items()}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_pushed_tokens_give_the_bits_of_pulled_ones(layers: list[Layer], world: int) -> None:
+    """Call after call, so that places are used again, by other, more and fewer tokens."""
+    pushes = [{"dispatch": 1, "token_sets": sets} for sets in (1, 2, 3, 4)]  # of 4 experts
+    layers.extend(Layer.make(plan_of(world, topk=3, **change)) for change in ({}, *pushes))
+    for call, most in enumerate((60, 3, 70, 0, 20, 1)):
+        counts = [(most * (rank + 2)) % 71 if (rank + call) % 3 else most for rank in range(world)]
+        tokens = untidy(layers[0].plan, counts, call)
+        pulled = layers[0].check(*tokens)
+        for layer in layers[1:]:
+            if call % 2:  # what calls before have sent does not count
+                for rank in range(world):
+                    layer.lease.region(rank)[regions(layer.plan)["kTokens"]].fill_(0xFF)
+            same = map(torch.equal, pulled, layer(*tokens))
+            assert all(same), layer.plan
+
+
+@pytest.mark.parametrize("token_sets", [1, 3, 4])
+def test_a_token_comes_once_for_each_set_of_an_owners_experts(
+    layers: list[Layer], token_sets: int
+) -> None:
+    """To its place, whatever else it chose; and nothing comes for a set that it did not choose."""
+    plan = plan_of(3, topk=3, dispatch=1, token_sets=token_sets)
+    layers.append(layer := Layer.make(plan))
+    x, ids, scores = untidy(plan, [120, 7, 60], seed=5)
+    places = [layer.lease.region(rank)[regions(plan)["kTokens"]] for rank in range(3)]
+    for memory in places:
+        memory.fill_(0xFF)
+    layer(x, ids, scores)
+    for owner, memory in enumerate(places):
+        wanted = torch.full((2, token_sets, plan.max_tokens, plan.hidden), -1, dtype=torch.int16)
+        for distance, slot in itertools.product((1, 2), range(plan.topk)):
+            source = (owner + distance) % 3
+            local = ids[source][:, slot] - owner * plan.experts_per_rank
+            here = ((local >= 0) & (local < plan.experts_per_rank)).nonzero()[:, 0]
+            sets = local[here] * token_sets // plan.experts_per_rank
+            wanted[distance - 1, sets, here] = x[source][here].view(torch.int16)
+        assert torch.equal(memory.view(torch.int16), wanted.flatten())
+
+
 # --- numerics -----------------------------------------------------------------------------------
 
 
@@ -190,17 +254,15 @@ def test_clamp_and_scaling(layers: list[Layer], clamp: float | None, scale: floa
     layer.check(*batch(layer.plan, [60, 70]), **options)
 
 
-def test_memory_that_holds_nan_does_not_matter(layers: list[Layer]) -> None:
-    plan = plan_of(2)
+@pytest.mark.parametrize("dispatch", [0, 1])
+def test_memory_that_holds_nan_does_not_matter(layers: list[Layer], dispatch: int) -> None:
+    plan = plan_of(2, dispatch=dispatch)
     tokens = batch(plan, [130, 77])
     layers.append(clean := Layer.make(plan))
     layers.append(dirty := Layer.make(plan))
-    table = dict(
-        (line.split(" ")[0], int(line.split(" ")[1]))
-        for line in torch.ops.xstage.megamoe_layout(plan.words()).splitlines()
-    )
+    start = regions(plan)["kCounts"].start
     for rank in range(2):
-        dirty.lease.region(rank)[table["kCounts"] :].fill_(0xFF)  # as bf16: NaN
+        dirty.lease.region(rank)[start:].fill_(0xFF)  # as bf16: NaN
     for _ in range(3):
         for a, b in zip(clean(*tokens), dirty(*tokens), strict=True):
             assert torch.equal(a, b)

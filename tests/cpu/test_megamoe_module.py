@@ -37,9 +37,12 @@ def tokens(count: int = 32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 # --- several processes --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("impl", ["native", "fallback"])
-def test_two_processes_equal_the_reference(impl: str) -> None:
-    for outcome in launch("moe.calls", 2, counts=[100, 0, 114, 150, 1], impl=impl):
+@pytest.mark.parametrize(
+    ("impl", "dispatch"), [("native", 0), ("native", 1), ("fallback", 0)], ids=str
+)
+def test_two_processes_equal_the_reference(impl: str, dispatch: int) -> None:
+    counts, plan = [100, 0, 114, 150, 1], {"dispatch": dispatch}
+    for outcome in launch("moe.calls", 2, counts=counts, impl=impl, plan=plan):
         assert outcome.code == 0, str(outcome)
         assert outcome.facts["impl"] == impl
         assert (outcome.facts["bytes"] > 0) == (impl == "native")

@@ -73,9 +73,9 @@ def assert_right(moe: MegaMoE, x: torch.Tensor, ids: torch.Tensor, scores: torch
 
 
 @grouped
-def calls(place: Place, counts: list[int], impl: str) -> None:
+def calls(place: Place, counts: list[int], impl: str, plan: dict[str, int]) -> None:
     """Several calls with other token counts on every rank, against the reference."""
-    moe = layer(place, impl=impl, count_load=True)
+    moe = layer(place, impl=impl, count_load=True, plan=plan)
     moe.prepare()
     received = 0
     for call, count in enumerate(counts):
