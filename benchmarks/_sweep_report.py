@@ -14,6 +14,7 @@ import _plans
 import _report
 import _sweep
 from _sweep import ARMS, RIVALS, Config
+from _sweep_picture import draw
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -163,7 +164,7 @@ def report(path: pathlib.Path, configs: Iterable[Config]) -> None:
     if right:
         picture = path.with_suffix(".png")
         title = f"planner's choice over Expert-Wave with plain stores, {_kind(shown, measured)}"
-        _sweep.picture(picture_rows(right), title, picture, lambda row: str(row["model"]))
+        draw(picture_rows(right), title, picture, lambda row: str(row["model"]))
         console.print(f"picture {picture}")
     console.print(f"results {path}\nreport {text}")
 
@@ -174,7 +175,7 @@ def _print(target: Console, part: Table | str) -> None:
 
 
 def picture_rows(shown: Shown) -> list[dict[str, Any]]:
-    """What `_sweep.picture` draws: the planner's speed-up and its ceiling, by configuration."""
+    """What `_sweep_picture.draw` draws: the planner's speed-up and its ceiling, by configuration."""
     return [
         {
             "flop_per_byte": one.arms[BASELINE]["flops"] / one.arms[BASELINE]["egress_bytes"],

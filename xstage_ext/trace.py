@@ -41,7 +41,8 @@ class Span:
     track, kind : str
         Of `TRACKS`; "linear-1", "linear-2" or one of `KINDS`.
     block, n : int
-        m-block and column tile; for "pull": block and row (0: a group of rows was pushed).
+        m-block and column tile; for "pull": block and row, or the first block of a group of
+        rows and 0 where tokens are pushed.
     start_us, end_us : float
         From the first record of the call on.
     first_cycles, other_cycles, handing_cycles, all_cycles : int

@@ -123,7 +123,7 @@ __device__ __forceinline__ bool wait_until(Workspace const& workspace, WaitSite 
 
 // The same by a whole warp, with one answer: a lane that gave up does not leave the others to
 // instructions that take all lanes. The vote comes first: values that the code behind the wait needs
-// must not have to survive the call, which costs registers (8 spilled ones in push.cuh).
+// must not have to survive the call, which costs registers.
 template <class Load>
 __device__ __forceinline__ bool warp_wait_until(Workspace const& workspace, WaitSite site,
                                                 Load load) {

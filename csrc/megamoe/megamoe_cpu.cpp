@@ -54,7 +54,7 @@ class RankCall {
   int32_t expert_of(int64_t choice) const;
   bool wait_for_sources();
   void read_counts();
-  void pull_block(int64_t block);
+  void fill_block(int64_t block);
   void linear1(Tile const& tile);
   void linear2(Tile const& tile);
   void expect(bool holds, char const* what, Tile const& tile) const;
@@ -72,7 +72,7 @@ class RankCall {
   std::vector<int32_t> rows_;          // [local expert]
   std::vector<int32_t> block_expert_;  // [block]
   std::vector<int32_t> block_row_;     // [block] first row within its expert
-  int64_t pulled_ = 0;
+  int64_t filled_ = 0;
 };
 
 // The expert of a choice, or -1 for one to skip. Ids that are neither are masked and recorded.
@@ -182,8 +182,8 @@ void RankCall::read_counts() {
   }
 }
 
-// Fetches the tokens of one block from their sources.
-void RankCall::pull_block(int64_t block) {
+// Copies the tokens of one block, from their sources or from where these have put them.
+void RankCall::fill_block(int64_t block) {
   int32_t const expert = block_expert_[block];
   int32_t const rows = min_of(rows_[expert] - block_row_[block], plan_.block_m);
   uint32_t* const origins = own().origins(plan_, layout_, block);
@@ -217,10 +217,10 @@ void RankCall::linear1(Tile const& tile) {
   uint32_t const* const done2 = counter(MegaMoeCounter::kLinear2Done);
   auto const tiles1 = static_cast<uint32_t>(plan_.linear1_tiles());
   auto const tiles2 = static_cast<uint32_t>(plan_.linear2_tiles());
-  while (pulled_ <= tile.block) {
-    int64_t const old = pulled_ - plan_.x_ring_blocks;
+  while (filled_ <= tile.block) {
+    int64_t const old = filled_ - plan_.x_ring_blocks;
     expect(old < 0 || done1[old] == tiles1, "a slot of the x ring is still read", tile);
-    pull_block(pulled_++);
+    fill_block(filled_++);
   }
   int64_t const old = tile.block - plan_.h_ring_blocks;
   expect(old < 0 || done2[old] == tiles2, "a slot of the h ring is still read", tile);

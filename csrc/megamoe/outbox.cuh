@@ -36,8 +36,8 @@ __device__ __forceinline__ uint32_t* counters(MegaMoeParams const& params) {
   return params.view(params.workspace.rank).counter(params.layout, 0, MegaMoeCounter(0));
 }
 
-// A counter to raise, by how much, and what it says: in one register, of which math warps have none to
-// spare.
+// A counter to raise, by how much, and what it says: in one register, of which math warps have none
+// to spare. Counters of both banks have indices below 2^23: blocks have 128 rows, of at most 2^27.
 struct Announcement {
   int32_t packed = -1;  // none
 

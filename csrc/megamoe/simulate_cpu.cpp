@@ -133,9 +133,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> megamoe_simulate(std::vector<int64_t>
     rows[i % experts] += static_cast<int32_t>(counts[i]);
   }
   std::vector<int32_t> const remote = remote_rows(plan, counts, static_cast<int32_t>(rank));
-  MegaMoeSimulation simulation(
-      plan, read_machine(machine), doubles("rates", rates, plan.num_sms + 1), rows, remote,
-      link_rows(plan, counts, static_cast<int32_t>(rank), remote), trace);
+  MegaMoeSimulation simulation(plan, read_machine(machine),
+                               doubles("rates", rates, plan.num_sms + 1), rows, remote,
+                               link_rows(plan, counts, static_cast<int32_t>(rank), remote), trace);
   simulation.run();
   std::vector<double> workers;
   double end = 0.0;

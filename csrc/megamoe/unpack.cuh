@@ -207,7 +207,7 @@ __device__ __forceinline__ void unpack_rows(MegaMoeParams const& params, CallSta
           [&](int of) { return ring + int64_t{of_lane(batch.ring_row, of)} * row_bytes; },
           announce);
       pending = group >> lane & 1 ? batch.block : -1;
-      tracer.add(TraceKind::kPull, int64_t{batch.block} << 24, start_ns, count, 0, 0, 0);
+      tracer.add(TraceKind::kPull, int64_t{batch.block} << 24, start_ns, 0, 0, 0, 0);
       at += count;
     }
   }

@@ -210,6 +210,9 @@ def _reason(
         text += f", by measurements of {of}"
     if plan.schedule == 1:
         text += f"; Linear-1 leads by {plan.lead_blocks} m-blocks"
+    if DISPATCHES[plan.dispatch] == "push":
+        rows, tokens = asked.problem.remote * asked.problem.topk, asked.problem.sent_tokens
+        text += f"; tokens are pushed, {tokens:.1f} instead of {rows:.1f} times each over the link"
     names = ", ".join(name for name, _ in asked.given)
     return f"{text}; given: {names}" if names else text
 
