@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import torch
 
@@ -92,3 +93,35 @@ def batch(plan: MegaMoePlan, counts: list[int], seed: int = 1) -> tuple[list[tor
         scores.append(top.values)
         ids.append(top.indices)
     return xs, ids, scores
+
+
+def regions(plan: MegaMoePlan) -> dict[str, slice]:
+    """Where every region of a rank's memory lies."""
+    lines = torch.ops.xstage.megamoe_layout(plan.words()).splitlines()
+    spans = {name: (int(at), int(size)) for name, at, size, _ in (li.split(" ", 3) for li in lines)}
+    return {name: slice(at, at + size) for name, (at, size) in spans.items()}
+
+
+def pushed_tokens(
+    plan: MegaMoePlan, x: list[torch.Tensor], ids: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """What a push brings to the places of every owner's kTokens.
+
+    Returns
+    -------
+    list of Tensor
+        By owner: the bits, int16 [world - 1, token_sets, max_tokens, hidden]; -1 (a NaN) where
+        nothing comes.
+    """
+    shape = plan.world - 1, plan.token_sets, plan.max_tokens, plan.hidden
+    owners = []
+    for owner in range(plan.world):
+        places = torch.full(shape, -1, dtype=torch.int16, device=x[0].device)
+        for distance, slot in itertools.product(range(1, plan.world), range(plan.topk)):
+            source = (owner + distance) % plan.world
+            local = ids[source][:, slot] - owner * plan.experts_per_rank
+            here = ((local >= 0) & (local < plan.experts_per_rank)).nonzero()[:, 0]
+            sets = local[here] * plan.token_sets // plan.experts_per_rank
+            places[distance - 1, sets.long(), here] = x[source][here].view(torch.int16)
+        owners.append(places)
+    return owners

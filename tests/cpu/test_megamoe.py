@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.virtual_moe import Layer, batch, plan_of
+from tests.virtual_moe import Layer, batch, plan_of, pushed_tokens, regions
 from xstage_ext import reference
 from xstage_ext.errors import RoutingError
 from xstage_ext.planner.megamoe import MegaMoePlan
@@ -196,13 +195,6 @@ def untidy(plan: MegaMoePlan, counts: list[int], seed: int) -> tuple[list[torch.
     return x, ids, scores
 
 
-def regions(plan: MegaMoePlan) -> dict[str, slice]:
-    """Where every region lies."""
-    lines = torch.ops.xstage.megamoe_layout(plan.words()).splitlines()
-    spans = {name: (int(at), int(size)) for name, at, size, _ in (li.split(" ", 3) for li in lines)}
-    return {name: slice(at, at + size) for name, (at, size) in spans.items()}
-
-
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
 def test_pushed_tokens_give_the_bits_of_pulled_ones(layers: list[Layer], world: int) -> None:
     """Call after call, so that places are used again, by other, more and fewer tokens."""
@@ -232,14 +224,7 @@ def test_a_token_comes_once_for_each_set_of_an_owners_experts(
     for memory in places:
         memory.fill_(0xFF)
     layer(x, ids, scores)
-    for owner, memory in enumerate(places):
-        wanted = torch.full((2, token_sets, plan.max_tokens, plan.hidden), -1, dtype=torch.int16)
-        for distance, slot in itertools.product((1, 2), range(plan.topk)):
-            source = (owner + distance) % 3
-            local = ids[source][:, slot] - owner * plan.experts_per_rank
-            here = ((local >= 0) & (local < plan.experts_per_rank)).nonzero()[:, 0]
-            sets = local[here] * token_sets // plan.experts_per_rank
-            wanted[distance - 1, sets, here] = x[source][here].view(torch.int16)
+    for memory, wanted in zip(places, pushed_tokens(plan, x, ids), strict=True):
         assert torch.equal(memory.view(torch.int16), wanted.flatten())
 
 

@@ -16,6 +16,7 @@ PLANS = (
     {"schedule": 1, "store": 1},
     {"schedule": 1, "store": 2, "slice_rows": 1, "mix": 1},
     {"schedule": 1, "store": 0, "mix": 1, "dispatch": 1},
+    {"schedule": 0, "store": 2, "dispatch": 1, "token_sets": 2},
 )
 
 

@@ -24,10 +24,11 @@ def single(session: Session, t: Tensors, **changes: torch.Tensor) -> torch.Tenso
     return y
 
 
-def test_strided_tokens_ids_and_weights_are_copied() -> None:
+@pytest.mark.parametrize("dispatch", [0, 1])
+def test_strided_tokens_ids_and_weights_are_copied(dispatch: int) -> None:
     tensors = make(CASE)
     x, ids, scores = tensors.x[0], tensors.topk_idx[0], tensors.topk_weights[0]
-    with Session(CASE.plan()) as session:
+    with Session(CASE.plan(dispatch=dispatch)) as session:
         wanted = single(session, tensors)
         for changes in (
             {"x": x.T.contiguous().T},

@@ -9,9 +9,11 @@ import torch
 
 from tests.gpu.megamoe_small import PLANS
 from tests.gpu.test_megamoe import Case, Session, Tensors, make, same_bits
+from tests.gpu.test_megamoe_push import shuffled
 from xstage_ext.errors import PeerError, PeerTimeout
 
 CASE = Case((70, 33), 192, 128, 4, 2)
+PUSHES = [fields for fields in PLANS if fields.get("dispatch") == 1]
 
 
 def call_of_rank_0(session: Session, t: Tensors) -> torch.Tensor:
@@ -26,6 +28,15 @@ def call_of_rank_0(session: Session, t: Tensors) -> torch.Tensor:
         session.lease.words(rank=0),
     )
     return y
+
+
+def announce_rows_of_rank_1(session: Session) -> None:
+    """What rank 1 tells rank 0 at the start of a second call like the first; no tokens follow."""
+    signals = session.region("kDispatchSignals", 0).view(torch.int64)
+    signals[1] += 1 << 24  # the epoch stands above a digest
+    for name in ("kCounts", "kRoutes"):
+        banks = session.region(name, 0).view(torch.int32).view(2, 2, -1)  # [bank][source]
+        banks[0, 1] = banks[1, 1]
 
 
 @pytest.mark.parametrize("fields", PLANS)
@@ -45,11 +56,59 @@ def test_an_absent_rank_is_named_and_leaves_nan(fields: dict[str, int], num_sms:
         session.workspace.check(synchronize=True)
 
 
-@pytest.mark.parametrize("fields", PLANS)
-def test_a_rank_that_refuses_ends_the_wait_at_once(fields: dict[str, int]) -> None:
+@pytest.mark.parametrize("fields", PUSHES)
+@pytest.mark.parametrize("num_sms", [2, 64])
+def test_a_rank_that_sends_no_tokens_is_named_and_leaves_nan(
+    fields: dict[str, int], num_sms: int
+) -> None:
+    """Its rows are announced, so tiles wait for them too; the wait for a token knows for whom."""
+    tensors = make(CASE)
+    with Session(CASE.plan(num_sms=num_sms, **fields), timeout_ms=300) as session:
+        first = session(tensors)
+        session.workspace.check(synchronize=True)
+        announce_rows_of_rank_1(session)
+        y = call_of_rank_0(session, tensors)
+        torch.cuda.synchronize()
+        assert bool(y.isnan().all()), "tokens of the first call must not pass for those of this one"
+        named = "rank 0 of 2 waited 3.* for rank 1 in dispatch rows .*: expected 2, saw 1"
+        with pytest.raises(PeerTimeout, match=named):
+            session.workspace.check()
+        for _ in range(3):
+            assert same_bits(session(tensors), first)
+        session.workspace.check(synchronize=True)
+
+
+@pytest.mark.parametrize("fields", PUSHES)
+def test_tokens_from_before_a_reset_do_not_count(fields: dict[str, int]) -> None:
+    """Calls are numbered anew, so places that kept the old numbers would pass for filled ones."""
+    tensors = make(CASE)
+    other = shuffled(tensors, CASE.tokens)
+    with Session(CASE.plan(**fields), timeout_ms=300) as session:
+        wanted = session(other)
+        for _ in range(4):
+            session(tensors)
+        call_of_rank_0(session, tensors)
+        torch.cuda.synchronize()
+        with pytest.raises(PeerTimeout):
+            session.workspace.check()
+        assert all(bool(session.region("kTokenHere", rank).any()) for rank in range(2))
+        session.workspace.reset()
+        assert not any(bool(session.region("kTokenHere", rank).any()) for rank in range(2))
+        session.spoil()
+        for _ in range(4):
+            assert same_bits(session(other), wanted)
+        session.workspace.check(synchronize=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "announced"), [(f, False) for f in PLANS] + [(f, True) for f in PUSHES]
+)
+def test_a_rank_that_refuses_ends_the_wait_at_once(fields: dict[str, int], announced: bool) -> None:
     tensors = make(CASE)
     with Session(CASE.plan(num_sms=2, **fields), timeout_ms=20_000) as session:
         session(tensors)
+        if announced:
+            announce_rows_of_rank_1(session)
         side = torch.cuda.Stream()  # making a stream may wait for running kernels
         torch.cuda.synchronize()
         started = time.monotonic()
