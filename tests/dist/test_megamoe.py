@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from tests.dist.world import gpu_world
 from xstage_ext import MegaMoE
+from xstage_ext._megamoe_setup import given_fields
 from xstage_ext.reference import moe_reference, moe_unfused
 from xstage_ext.testing import make_routing
 
@@ -45,7 +47,7 @@ class Problem:
         self.w13, self.w2 = self.all_w13[local].contiguous(), self.all_w2[local].contiguous()
         self.experts, self.most = experts, most
 
-    def layer(self, **plan: int) -> MegaMoE:
+    def layer(self, token_sets: int = 1, **plan: int) -> MegaMoE:
         """A prepared layer with these weights."""
         layer = MegaMoE(
             num_experts=self.experts,
@@ -56,6 +58,9 @@ class Problem:
             impl="native",
             plan=plan,
         )
+        # No argument of the layer: more than one set only stands for the owners of more ranks.
+        layer.problem = dataclasses.replace(layer.problem, token_sets=token_sets)
+        layer._choose(given_fields(plan, layer.device))
         layer.w13.data.copy_(self.w13)
         layer.w2.data.copy_(self.w2)
         layer.prepare()
@@ -131,18 +136,46 @@ def test_many_calls_beside_a_busy_link(ranks: tuple[int, int], level: int, dispa
     layer.close()
 
 
-def test_graph_replay(ranks: tuple[int, int]) -> None:
+@pytest.mark.parametrize("token_sets", [1, 3])
+def test_a_place_never_gives_a_token_of_an_earlier_call(
+    ranks: tuple[int, int], level: int, token_sets: int
+) -> None:
+    """Other tokens in every call, many and few in turn, while ranks take turns in being late."""
+    rank, world = ranks
+    problem = Problem(rank, world, [257] * world, 4 * world)
+    pulling, pushing = problem.layer(dispatch=0), problem.layer(token_sets, dispatch=1)
+    for call in range((60, 600, 3000)[level - 1]):
+        # Each rank draws its own: nobody else needs to know them.
+        order = torch.randperm(257, device="cuda")[: (257, 3, 100, 0, 64)[(call + rank) % 5]]
+        tokens = problem.x[order], problem.ids[order], problem.weights[order]
+        wanted = pulling(*tokens)
+        if call % 3 == rank % 3:
+            torch.cuda._sleep(200_000)
+        assert torch.equal(pushing(*tokens), wanted), call
+    for layer in (pulling, pushing):
+        layer.check(synchronize=True)
+        layer.close()
+
+
+@pytest.mark.parametrize("dispatch", [0, 1])
+def test_graph_replay(ranks: tuple[int, int], dispatch: int) -> None:
+    """With other tokens every time."""
     rank, world = ranks
     problem = Problem(rank, world, [100 + r for r in range(world)], 4 * world)
-    layer = problem.layer()
-    eager = layer(problem.x, problem.ids, problem.weights).clone()
+    layer = problem.layer(dispatch=dispatch)
+    inputs = [problem.x, problem.x.flip(0), problem.x.roll(1, 1)]
+    eager = [layer(x, problem.ids, problem.weights).clone() for x in inputs]
+    x = problem.x.clone()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        result = layer(problem.x, problem.ids, problem.weights)
-    for _ in range(20):
+        result = layer(x, problem.ids, problem.weights)
+    for call in range(21):
+        x.copy_(inputs[call % 3])
         result.zero_()
         graph.replay()
+        if call % 5 == 0:
+            assert torch.equal(eager[call % 3], result), call
     layer.check(synchronize=True)
-    assert torch.equal(eager, result)
+    assert torch.equal(eager[2], result)
     layer.close()
