@@ -175,7 +175,7 @@ def _print(target: Console, part: Table | str) -> None:
 
 
 def picture_rows(shown: Shown) -> list[dict[str, Any]]:
-    """What `_sweep_picture.draw` draws: the planner's speed-up and its ceiling, by configuration."""
+    """What `draw` takes: the planner's speed-up and its ceiling, by configuration."""
     return [
         {
             "flop_per_byte": one.arms[BASELINE]["flops"] / one.arms[BASELINE]["egress_bytes"],

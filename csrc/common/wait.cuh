@@ -77,14 +77,15 @@ __device__ __forceinline__ bool nobody_failed(Workspace const& workspace, WaitSi
 }
 
 // Spins until load() >= site.expected. load() carries the memory order of the wait. False when it is
-// to be given up; `end` is told why, unless this rank has failed already.
-template <class Load, class End>
+// to be given up; `end` is told why, unless this rank has failed already. The deadline is so many
+// eighths of the workspace's.
+template <int kEighths = 8, class Load, class End>
 __device__ __forceinline__ bool poll_until(Workspace const& workspace, WaitSite site, Load load,
                                            End end) {
   uint64_t seen = load();
   if (seen >= site.expected) return true;
   uint64_t const start_ns = global_timer_ns();
-  uint64_t const timeout_ns = static_cast<uint64_t>(workspace.timeout_ms) * 1000000;
+  uint64_t const timeout_ns = static_cast<uint64_t>(workspace.timeout_ms) * 125000 * kEighths;
   Control const* const control = workspace.control(workspace.rank);
   uint64_t waited_ns = 0;
   // One look at the rare conditions per 64 polls keeps the common case short.
@@ -112,13 +113,17 @@ __device__ __forceinline__ bool poll_until(Workspace const& workspace, WaitSite 
   return false;
 }
 
+// Who does not know for whom it waits, while another role does: that one shall speak first, though it
+// may have begun to wait last.
+constexpr int kPatient = 9;
+
 // The wait of one thread: false when it gave up.
-template <class Load>
+template <int kEighths = 8, class Load>
 __device__ __forceinline__ bool wait_until(Workspace const& workspace, WaitSite site, Load load) {
   auto const end = [&](WaitSite const& at, FaultKind kind, uint64_t seen, uint64_t waited_ns) {
     give_up(workspace, at, kind, seen, waited_ns);
   };
-  return poll_until(workspace, site, load, end);
+  return poll_until<kEighths>(workspace, site, load, end);
 }
 
 // The same by a whole warp, with one answer: a lane that gave up does not leave the others to

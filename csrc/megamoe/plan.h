@@ -53,6 +53,10 @@ struct MegaMoeLimits {
 #undef X
 };
 
+static_assert((MegaMoeLimits::world - 1) * MegaMoeLimits::token_sets * MegaMoeLimits::max_tokens <
+                  int64_t{1} << 31,
+              "warps hold a token's place in 32 bits");
+
 struct MegaMoePlan {
 #define X(name, min, max, meaning) int32_t name;
   XS_MEGAMOE_FIELDS(X)

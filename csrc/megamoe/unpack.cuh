@@ -95,8 +95,8 @@ struct UnpackCursor {
 // Rows that a warp copies together; lane l has the l-th.
 struct RowBatch {
   int32_t count = 0;  // none are left
-  int32_t from;       // place of a peer's token, or ~token of this rank
-  int32_t ring_row;
+  int32_t from = 0;   // place of a peer's token, or ~token of this rank
+  int32_t ring_row = 0;
   int32_t block = -1;  // a lane without a row
 };
 
