@@ -81,7 +81,7 @@ def _rank(
             workspace.check(synchronize=True)
             if writer is not None:
                 row = _row(config, name, decode(trace), phases_us(trace))
-                row.extra["plan"] = list(dataclasses.astuple(plans[name]))
+                row.extra["plan"] = dataclasses.asdict(plans[name])
                 writer.write(row)
         case.close()
 
