@@ -57,6 +57,6 @@ def _measured_rows(case: _plans.Case, profile: machine.MachineProfile) -> list[A
         if one is not None:
             extra = {"measured_as": one.name, "raw_us": one.raw_us} | floors
             if one.alone_us:
-                extra["alone_us"] = one.mean_alone_us
+                extra["alone_us"] = one.usual_alone_us
             rows.append(_plans.measured(row, one.timing, True, extra))
     return rows

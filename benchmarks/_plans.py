@@ -48,9 +48,9 @@ class Measured:
     alone_us: tuple[float, ...] = ()
 
     @property
-    def mean_alone_us(self) -> float:
-        """Of all passes."""
-        return statistics.fmean(self.alone_us)
+    def usual_alone_us(self) -> float:
+        """Median of all passes."""
+        return statistics.median(self.alone_us)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,10 +74,10 @@ class Case:
         A plan that was not timed alone (far from the fastest in turns) is taken to slow down as the
         others of its configuration do.
         """
-        slower = [plan.mean_alone_us / plan.us for plan in self.plans if plan.alone_us]
+        slower = [plan.usual_alone_us / plan.us for plan in self.plans if plan.alone_us]
         if not slower:
             return one.us
-        own = one.mean_alone_us / one.us if one.alone_us else statistics.median(slower)
+        own = one.usual_alone_us / one.us if one.alone_us else statistics.median(slower)
         return float(one.us * own**ALONE)
 
     @property
@@ -149,7 +149,7 @@ def regret_alone(plans: Sequence[Measured], chosen: Measured) -> float | None:
 
 
 def _halves_alone(plan: Measured) -> tuple[float, float]:
-    return statistics.fmean(plan.alone_us[::2]), statistics.fmean(plan.alone_us[1::2])
+    return statistics.median(plan.alone_us[::2]), statistics.median(plan.alone_us[1::2])
 
 
 def _regret(

@@ -222,13 +222,15 @@ def time_plans(
     return sequence
 
 
-ALONE_PASSES = 4
+ALONE_PASSES = 8
 """Every plan runs by itself so many times."""
-ALONE_WARM_S, ALONE_S = 0.05, 0.05
+ALONE_WARM_S, ALONE_S = 0.03, 0.03
 """Each time for so long: first until clock and power have settled, then by the clock."""
 
 
-def time_alone(calls: Mapping[str, Call], usual_us: Mapping[str, float]) -> list[tuple[str, float]]:
+def time_alone(
+    calls: Mapping[str, Call], usual_us: Mapping[str, float], seed: int
+) -> list[tuple[str, float]]:
     """Time per call of every plan when it follows itself, us, in the order of time.
 
     In turns all plans share one clock, whatever power each draws. A layer that is called again and
@@ -240,12 +242,15 @@ def time_alone(calls: Mapping[str, Call], usual_us: Mapping[str, float]) -> list
         By name, the same on every rank.
     usual_us : mapping
         About how long each takes, the same on every rank.
+    seed : int
+        Another one for every configuration: slow states of a GPU last for several plans and come
+        at like times; one order for all would always hit the same.
     """
     times: list[float] = []
     names: list[str] = []
     for number in range(ALONE_PASSES):
         order = list(calls)
-        random.Random(number).shuffle(order)  # the same on every rank
+        random.Random(f"{seed} {number}").shuffle(order)  # the same on every rank
         for name in order:
             warm, counted = (
                 max(1, round(seconds * 1e6 / usual_us[name])) for seconds in (ALONE_WARM_S, ALONE_S)

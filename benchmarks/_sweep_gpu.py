@@ -186,7 +186,7 @@ def measure(
         name = task.arms[row.arm]
         extra = floors | {"measured_as": name, "relative_error": error}
         if name in alone:
-            extra["alone_us"] = float(np.mean(alone[name]))
+            extra["alone_us"] = float(np.median(alone[name]))
         extra["raw_us"] = Timing.of(raw[name]).us_median
         rows.append(_plans.measured(row, times[name], ok[name], extra))
     spans = [_trace_row(task, name, times[name], trace) for name, trace in traces.items()]
@@ -206,7 +206,8 @@ def time_alone_of(
     usual = {name: times[name].us_median for name in kept}
     most = NEAR * min(usual.values())
     names = [name for name in usual if name in task.timed or usual[name] <= most]
-    return levelled(time_alone({name: calls[name] for name in names}, usual))
+    mine = {name: calls[name] for name in names}
+    return levelled(time_alone(mine, usual, task.config.seed))
 
 
 TRACED = ("wave/st", "planner")

@@ -142,7 +142,7 @@ def summary_alone(
     mine = [point for point in points if point.measured.alone_us]
     if not mine:
         return "alone: not measured"
-    seen = np.array([point.measured.mean_alone_us for point in mine])
+    seen = np.array([point.measured.usual_alone_us for point in mine])
     back_to_back = dataclasses.replace(assume, idle_us=0.0)
     error = np.log(predicted_us(mine, profile, back_to_back) / seen)
     return (
