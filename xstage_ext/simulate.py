@@ -108,7 +108,7 @@ class Assumptions:
     hbm_share: float = 0.707
     hbm_sm_share: float = 2.47
     pull_rate: float = 0.452
-    push_rate: float = 0.503
+    push_rate: float = 0.456
     pull_share: float = 0.536
     visibility_us: float | None = None
     tickets: bool = True
