@@ -305,10 +305,10 @@ def regret(lines: Sequence[Line], profile: machine.MachineProfile) -> Exhibit:
         chosen = case.of(plan)
         if chosen is None:
             raise SystemExit(f"{case.config.name}: the planner's choice was not measured: {plan}")
-        best = min(case.plans, key=lambda one: one.us)
-        cost = _plans.regret(case.plans, chosen)
+        best = min(case.rivals, key=lambda one: one.us)
+        cost = _plans.regret(case.rivals, chosen)
         costs[case.config.held_out].append((cost, case.config.name, chosen.name, best.name))
-        cost_alone = _plans.regret_alone(case.plans, chosen)
+        cost_alone = _plans.regret_alone(case.rivals, chosen)
         if cost_alone is not None:
             alone[case.config.held_out].append(cost_alone)
     summary: list[Sequence[str]] = []
@@ -337,7 +337,8 @@ def regret(lines: Sequence[Line], profile: machine.MachineProfile) -> Exhibit:
     )
     if any(alone.values()):
         text += (
-            " *Alone*: every plan follows itself for 0.1 s, four times, at the clock that its own "
-            "power allows; two passes say which is best, the others what it takes."
+            " *Alone*: every plan follows itself, at the clock that its own power allows, in several "
+            "passes (docs/MEASURING.md); one half of these says which is best, the other what it "
+            "takes."
         )
     return Exhibit(text, tables, figure)

@@ -166,6 +166,8 @@ def test_regret_of_the_planners_choice(evidence, tmp_path):
         for name, plan, us, halves in (
             ("ours", chosen, 102.0, (103.0, 101.0)),
             ("other", other, 100.0, (100.0, 100.0)),
+            # Fewer bytes on the link than among the real layer's ranks: no rival.
+            ("two ranks", dataclasses.replace(other, token_sets=1), 90.0, (90.0, 90.0)),
         )  # fmt: skip
     ]
     line = FACTS | {"op": "megamoe_plans", "arm": "all", "shape": config.key, "plans": plans}
