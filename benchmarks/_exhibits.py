@@ -337,8 +337,8 @@ def regret(lines: Sequence[Line], profile: machine.MachineProfile) -> Exhibit:
     )
     if any(alone.values()):
         text += (
-            " *Alone*: every plan follows itself, at the clock that its own power allows, in several "
-            "passes (docs/MEASURING.md); one half of these says which is best, the other what it "
+            " *Alone*: every plan follows itself, at the clock that its own power allows, several "
+            "times (docs/MEASURING.md); one half of these says which is best, the other what it "
             "takes."
         )
     return Exhibit(text, tables, figure)
