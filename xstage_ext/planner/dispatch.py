@@ -17,7 +17,7 @@ WARPS = 2
 
 
 def dispatch_of(problem: MoEProblem, profile: machine.MachineProfile) -> str:
-    """ "pull" or "push", by what was measured of both."""
+    """Which of `DISPATCHES`, by what was measured of both."""
     if problem.remote == 0.0:
         return "pull"
     least = floors(problem, profile)
