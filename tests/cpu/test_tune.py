@@ -159,6 +159,11 @@ def test_remote_shares_are_told_apart(table: pathlib.Path) -> None:
     assert measured.find(measured.load(table), same, GPU) == measured.load(table)[0]
 
 
+def test_a_proxy_of_many_ranks_finds_nothing(table: pathlib.Path) -> None:
+    proxy = dataclasses.replace(LAYER, token_sets=7)
+    assert measured.find(measured.load(table), proxy, GPU) is None
+
+
 def test_a_gpu_takes_its_own_entries(table: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name, count in (("NVIDIA H200", 1), ("NVIDIA H100 80GB HBM3", 0)):

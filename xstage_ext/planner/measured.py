@@ -99,7 +99,10 @@ def _fastest_first(us: dict[str, float]) -> tuple[tuple[str, float], ...]:
 
 
 def find(entries: Sequence[Entry], problem: MoEProblem, gpu: str) -> Entry | None:
-    """The entry of this layer and GPU with the nearest number of tokens, if one is near."""
+    """The entry of this layer and GPU with the nearest number of tokens, if one is near. Tables hold
+    layers of ranks as they are, none in which few ranks stand in for many (`token_sets`)."""
+    if problem.token_sets != 1:
+        return None
     layer, load = _layer_of(problem), max(problem.load, 1)
     alike = [one for one in entries if (one.layer, one.remote) == layer]
     near = [
