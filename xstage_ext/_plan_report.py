@@ -234,7 +234,8 @@ def plan_report(
 def draw_timeline(
     simulation: Simulation, title: str, path: pathlib.Path, workers: int = 12
 ) -> None:
-    """Tiles of the first workers over time, and the link's use below; every figure predicted."""
+    """Tiles of the first workers over time and what the combine adds; below, the link's use. Every
+    figure is predicted."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -266,14 +267,16 @@ def draw_timeline(
         "waiting for flags": "0.8",
     }.items():
         top.bar(0, 0, color=colour, label=label)
-    top.legend(ncols=5, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 1.12))
+    total_us = simulation.total_us
+    top.axvspan(total_us - simulation.combine_us, total_us, color="#bbbbdd", label="combine")
+    top.legend(ncols=6, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 1.12))
     top.set_ylabel("cluster of SMs")
     top.invert_yaxis()
     time = (np.arange(len(simulation.link)) + 0.5) * simulation.bin_us
     stores = simulation.link[:, 0]
     bottom.fill_between(time, 0, stores, step="mid", color="#ee6677", label="own stores")
     total = simulation.link.sum(axis=1)
-    bottom.fill_between(time, stores, total, step="mid", color="#228833", label="answers to pulls")
+    bottom.fill_between(time, stores, total, step="mid", color="#228833", label="tokens")
     bottom.set_ylabel("egress GB/s")
     bottom.set_xlabel("us since the start of the kernel (predicted)")
     bottom.legend(fontsize=8)

@@ -132,7 +132,7 @@ class Simulation:
     workers : float64 array [clusters, 7]
         Columns `WORKER_COLUMNS`.
     link : float64 array [bins, 2]
-        GB/s of own stores and of answers to pulls.
+        GB/s of own stores and of tokens, pulled by peers or pushed to them.
     bin_us : float
         Width of a bin.
     tiles : float64 array [tiles, 8]
