@@ -277,7 +277,8 @@ def prediction(lines: Sequence[Line]) -> Exhibit:
     text = (
         "The constants of the simulator that a machine profile does not hold "
         "(`simulate.Assumptions`) were fitted to the fitted shapes of an earlier sweep of the same "
-        "layers, by `benchmarks/fit_simulator.py` (docs/MEASURING.md); held-out shapes were not. "
+        "layers (`push_rate` of this one), by `benchmarks/fit_simulator.py` (docs/MEASURING.md); "
+        "held-out shapes were not. "
         "What the simulator knows of (half-empty tiles, local rows, pauses between calls) was "
         "chosen with the errors of all shapes in view."
     )

@@ -51,11 +51,12 @@ KEPT = (
 
 def _measured_rows(case: _plans.Case, profile: machine.MachineProfile) -> list[Any]:
     rows = []
-    floors = sweep_84.ceiling_facts(_sweep.ceiling_of(case.load, profile, case.matrix_tflops))
     for row in sweep_84.predicted_rows(case.config, profile):
         one = case.of(_sweep.plan_of(case.config, row.arm, profile))
         if one is not None:
-            extra = {"measured_as": one.name, "raw_us": one.raw_us} | floors
+            ceiling = _sweep.ceiling_of(case.load.of(row.arm), profile, case.matrix_tflops)
+            extra = {"measured_as": one.name, "raw_us": one.raw_us}
+            extra |= sweep_84.ceiling_facts(ceiling)
             if one.alone_us:
                 extra["alone_us"] = one.usual_alone_us
             rows.append(_plans.measured(row, one.timing, True, extra))

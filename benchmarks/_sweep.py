@@ -230,6 +230,10 @@ class Load:
         """Bytes that must leave the rank, as among the real layer's ranks."""
         return self.result_bytes + self.token_bytes[self.token_sets]
 
+    def of(self, arm: str) -> Load:
+        """As an arm sees it: two ranks as they are send a token once."""
+        return dataclasses.replace(self, token_sets=1) if arm == AS_IT_IS else self
+
     def egress_bytes(self, plan: MegaMoePlan) -> float:
         """Bytes that leave the rank by a plan."""
         pulled = DISPATCHES[plan.dispatch] == "pull"

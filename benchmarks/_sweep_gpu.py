@@ -180,11 +180,14 @@ def measure(
     )
     matrix_tflops = case.dense_flops / times[DENSE].us_median / 1e6
     load = _sweep.load_of(task.config, task.config.draw())
-    floors = sweep_84.ceiling_facts(_sweep.ceiling_of(load, job.profile, matrix_tflops))
-    rows = [_plans.measured(serial, times["serial"], ok["serial"], floors)]
+
+    def floors(arm: str) -> dict[str, float | str]:
+        return sweep_84.ceiling_facts(_sweep.ceiling_of(load.of(arm), job.profile, matrix_tflops))
+
+    rows = [_plans.measured(serial, times["serial"], ok["serial"], floors("serial"))]
     for row in task.predicted:
         name = task.arms[row.arm]
-        extra = floors | {"measured_as": name, "relative_error": error}
+        extra = floors(row.arm) | {"measured_as": name, "relative_error": error}
         if name in alone:
             extra["alone_us"] = float(np.median(alone[name]))
         extra["raw_us"] = Timing.of(raw[name]).us_median
@@ -204,7 +207,8 @@ def time_alone_of(
 ) -> dict[str, list[float]]:
     """Alone, by name: the arms, and the plans of families that may be fastest."""
     usual = {name: times[name].us_median for name in kept}
-    most = NEAR * min(usual.values())
+    sets = task.config.token_sets
+    most = NEAR * min(us for name, us in usual.items() if task.plans[name].token_sets == sets)
     names = [name for name in usual if name in task.timed or usual[name] <= most]
     mine = {name: calls[name] for name in names}
     return levelled(time_alone(mine, usual, task.config.seed))

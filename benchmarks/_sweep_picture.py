@@ -15,7 +15,7 @@ def draw(
     Parameters
     ----------
     rows : sequence of mappings
-        With `flop_per_byte`, `speedup` (by arm), `ceiling`, and what `kind` reads.
+        With `flop_per_byte`, `speedup`, `ceiling`, and what `kind` reads.
     kind : callable
         Gives the legend entry of a row.
     """

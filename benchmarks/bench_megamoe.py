@@ -74,8 +74,9 @@ class Shape:
     local_experts: int
     topk: int
 
-    def problem(self, world: int) -> MoEProblem:
+    def problem(self, world: int, arm: str = "chosen") -> MoEProblem:
         """For the planner."""
+        stands_for = (RANKS - 1) // (world - 1) if world > 1 and arm != AS_IT_IS else 1
         return MoEProblem(
             world=world,
             num_experts=self.local_experts * world,
@@ -84,7 +85,7 @@ class Shape:
             intermediate=self.intermediate,
             max_tokens=self.tokens,
             remote_share=REMOTE_SHARE if world > 1 else None,
-            token_sets=(RANKS - 1) // (world - 1) if world > 1 else 1,
+            token_sets=min(stands_for, self.local_experts),
         )
 
 
@@ -173,10 +174,9 @@ class Layer:
 
 def plans_of(shape: Shape, world: int, names: list[str]) -> dict[str, MegaMoePlan]:
     """The plan of every fused arm."""
-    problem = shape.problem(world)
-    plans = {name: choose.choose(problem, None, **ARMS[name]).plan for name in names}
-    if AS_IT_IS in plans:
-        plans[AS_IT_IS] = choose.choose(dataclasses.replace(problem, token_sets=1), None).plan
+    plans = {
+        name: choose.choose(shape.problem(world, name), None, **ARMS[name]).plan for name in names
+    }
     if world > 1:
         # A rank of its own: duplicates of an expert within a token are legal.
         plans["local"] = choose.choose(shape.problem(1), None).plan
@@ -216,17 +216,16 @@ def rows_of(
     """What was measured, with the floors of this shape."""
     shape, world = layer.shape, layer.world
     profile = machine.load("h200x2")
-    floors = choose.floors(shape.problem(world), profile)
-    facts = {
-        "remote_share": round(layer.remote_share, 4),
-        "floor_compute_us": round(floors.compute_us, 1),
-        "floor_egress_us": round(floors.egress_us, 1) if world > 1 else 0.0,
-        "floor_weights_us": round(floors.weights_us, 1),
-    }
     rows = []
     for name, timing in times.items():
         us = timing.us_median
-        extra: dict[str, str | float] = dict(facts)
+        floors = choose.floors(shape.problem(world, name), profile)
+        extra: dict[str, str | float] = {
+            "remote_share": round(layer.remote_share, 4),
+            "floor_compute_us": round(floors.compute_us, 1),
+            "floor_egress_us": round(floors.egress_us, 1) if world > 1 else 0.0,
+            "floor_weights_us": round(floors.weights_us, 1),
+        }
         if name in plans:
             extra["plan"] = " ".join(map(str, plans[name].words()))
             extra["workspace_bytes"] = plans[name].bytes()

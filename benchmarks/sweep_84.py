@@ -61,9 +61,9 @@ EXIT_LEFT = 3
 def predicted_rows(config: Config, profile: machine.MachineProfile) -> list[_report.Row]:
     """One row per arm, from the simulator."""
     load = _sweep.load_of(config, config.draw())
-    facts = config_facts(config, load, profile)
     rows = []
     for arm in ARMS:
+        facts = config_facts(config, load.of(arm), profile)
         plan, result = _sweep.predict(config, load, arm, profile)
         rows.append(
             _report.Row.predicted(
@@ -90,7 +90,7 @@ def predicted_rows(config: Config, profile: machine.MachineProfile) -> list[_rep
 def config_facts(
     config: Config, load: _sweep.Load, profile: machine.MachineProfile
 ) -> dict[str, Any]:
-    """What holds for every arm of a configuration."""
+    """What holds for every arm of a configuration, but for the bytes that `two ranks` must send."""
     return {
         "held_out": config.held_out,
         "load_max_over_mean": load.load_max_over_mean,
@@ -290,7 +290,7 @@ def main(
         tuple[int, int],
         typer.Option(help="Samples per arm; rounds with every plan of the grid (0: none)."),
     ] = (20, 3),
-    budget_s: Annotated[float, typer.Option(help="Begin no configuration after so long.")] = 480,
+    budget_s: Annotated[float, typer.Option(help="Begin no configuration after so long.")] = 600,
 ) -> None:
     """Run the sweep; see the text at the top of this file."""
     configs = _sweep.load_configs()

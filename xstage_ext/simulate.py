@@ -242,15 +242,17 @@ def simulate_megamoe(
     trace : bool
         Also record every tile.
     num_tokens : int, optional
-        Tokens of this rank, for the combine; the plan's `max_tokens` without it.
+        Tokens of a rank, for the combine and for how many of them several experts want; the plan's
+        `max_tokens` without it.
     """
+    tokens = plan.max_tokens if num_tokens is None else num_tokens
     rows = np.asarray(counts, dtype=np.int64)
     mechanism = profile.mechanism(MECHANISM_OF_STORE[STORES[plan.store]])
     producers = np.arange(plan.num_sms + 1, dtype=np.float64)
     rates = torch.from_numpy(drain_GBps(mechanism, producers, both_directions=True))
 
     def run(rate: float, trace: bool) -> tuple[torch.Tensor, ...]:
-        machine = _machine(plan, profile, coupling, assume, rows.sum(axis=0), rate)
+        machine = _machine(plan, profile, coupling, assume, rows.sum(axis=0), rate, tokens)
         flat = rows.reshape(-1).tolist()
         found: tuple[torch.Tensor, ...] = torch.ops.xstage.megamoe_simulate(
             plan.words(), flat, rank, machine, rates, trace
@@ -267,7 +269,6 @@ def simulate_megamoe(
     tiles_us, drained_us, pulled_us, store_bytes, pull_bytes, memory_bytes = summary[0].tolist()
     visibility = assume.visibility_us
     signal = mechanism.visibility_us if visibility is None else visibility
-    tokens = plan.max_tokens if num_tokens is None else num_tokens
     combine_us = _combine_us(plan, profile, tokens) / assume.combine_share
     last = max(tiles_us, drained_us + signal + profile.rates.flag_us)
     bin_us = _BIN_US
@@ -305,6 +306,7 @@ def _machine(
     assume: Assumptions,
     rows: npt.NDArray[np.int64],
     rate: float,
+    tokens: int,
 ) -> torch.Tensor:
     """The numbers of XS_SIMULATION_FIELDS, in the order that the binary names."""
     store = STORES[plan.store]
@@ -347,6 +349,7 @@ def _machine(
         "pace_us": stage_us * slowdown,
         "coupling": COUPLINGS[coupling],
         "tickets": float(assume.tickets),
+        "tokens": float(tokens),
         "jitter": assume.jitter,
         "bin_us": _BIN_US,
     }

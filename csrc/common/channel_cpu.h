@@ -27,9 +27,6 @@ inline void st_release(uint64_t* p, uint64_t v) {
 inline void or_release(uint64_t* p, uint64_t v) {
   __atomic_fetch_or(p, v, __ATOMIC_RELEASE);
 }
-inline void add_release(uint64_t* p, uint64_t v) {
-  __atomic_fetch_add(p, v, __ATOMIC_RELEASE);
-}
 
 inline uint64_t monotonic_ns() {
   timespec t;

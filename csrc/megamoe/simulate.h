@@ -42,6 +42,7 @@ namespace xstage {
   X(pace_us, "paced: from slice to slice, a step of the main loop")                        \
   X(coupling, "0 the law, 1 wait until visible after every burst, 2 never wait")           \
   X(tickets, "0 the static deal, 1 tickets from a counter")                                \
+  X(tokens, "of a source in this call: how often one is wanted by several experts")        \
   X(jitter, "main loops are longer or shorter by up to this share, at random")             \
   X(bin_us, "width of the link's bins in the result")
 

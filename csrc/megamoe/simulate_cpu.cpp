@@ -69,10 +69,11 @@ std::vector<int32_t> remote_rows(MegaMoePlan const& plan, std::vector<int64_t> c
 }
 
 // Rows that cross the link for every block. Where tokens are pushed these are the ones that no earlier
-// expert of the set has wanted, if the choices of a token are independent; an expert's are spread
-// evenly over its blocks.
+// expert of the set has wanted, if the choices of a source's `tokens` are independent; an expert's
+// are spread evenly over its blocks.
 std::vector<double> link_rows(MegaMoePlan const& plan, std::vector<int64_t> const& counts,
-                              int32_t rank, std::vector<int32_t> const& remote_rows) {
+                              int32_t rank, double tokens,
+                              std::vector<int32_t> const& remote_rows) {
   std::vector<double> result(remote_rows.begin(), remote_rows.end());
   if (plan.dispatch != kPush) return result;
   int32_t const experts = plan.experts_per_rank();
@@ -90,8 +91,8 @@ std::vector<double> link_rows(MegaMoePlan const& plan, std::vector<int64_t> cons
       if (source == rank) continue;
       // A token is missing as long as none of its choices is listed.
       auto const missing = [&](double choices) {
-        double const share = std::min(1.0, choices / (1.0 * plan.max_tokens * plan.topk));
-        return plan.max_tokens * std::pow(1.0 - share, plan.topk);
+        double const share = tokens > 0.0 ? std::min(1.0, choices / (tokens * plan.topk)) : 1.0;
+        return tokens * std::pow(1.0 - share, plan.topk);
       };
       sent += missing(listed[source]) - missing(listed[source] + static_cast<double>(count));
       listed[source] += static_cast<double>(count);
@@ -133,9 +134,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> megamoe_simulate(std::vector<int64_t>
     rows[i % experts] += static_cast<int32_t>(counts[i]);
   }
   std::vector<int32_t> const remote = remote_rows(plan, counts, static_cast<int32_t>(rank));
-  MegaMoeSimulation simulation(plan, read_machine(machine),
-                               doubles("rates", rates, plan.num_sms + 1), rows, remote,
-                               link_rows(plan, counts, static_cast<int32_t>(rank), remote), trace);
+  SimulatedMachine const numbers = read_machine(machine);
+  MegaMoeSimulation simulation(
+      plan, numbers, doubles("rates", rates, plan.num_sms + 1), rows, remote,
+      link_rows(plan, counts, static_cast<int32_t>(rank), numbers.tokens, remote), trace);
   simulation.run();
   std::vector<double> workers;
   double end = 0.0;

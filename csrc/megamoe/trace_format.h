@@ -20,7 +20,7 @@ enum class TraceKind : int64_t {
   kTile = 1,      // math: first stage there .. results handed over
   kPrologue = 2,  // from the start of the call on; handing over: ns until all counts were known
   kPull = 3,      // warp 2: a row pulled (n: which of its block); or a group of rows unpacked
-                  // (block: of its batch's first row; n: 0; first stage: how many rows)
+                  // (block: of its batch's first row; n: 0)
   kTail = 4,      // all tiles of this CTA done .. all ranks done
   kCombine = 5,
 };

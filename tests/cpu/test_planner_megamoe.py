@@ -196,6 +196,14 @@ def test_tokens_are_pushed_where_the_link_is_what_counts() -> None:
     for other in (at_home, deep, alone, LARGE):
         assert choose(other, PROFILE).plan.dispatch == 0, other
     assert choose(LINK, PROFILE, dispatch=0).plan.dispatch == 0
+    # As among eight ranks: many rows, or a link that is what counts by far.
+    eight = dataclasses.replace(LINK, token_sets=7)
+    assert choose(eight, PROFILE).plan.dispatch == 1
+    assert choose(dataclasses.replace(eight, max_tokens=1024), PROFILE).plan.dispatch == 1
+    # Every choice of a token on a rank of its own: nothing is saved.
+    spread = dataclasses.replace(LINK, world=8, num_experts=8, remote_share=None)
+    assert spread.sent_tokens == pytest.approx(7.0)
+    assert choose(spread, PROFILE).plan.dispatch == 0
     # Few rows, where a first token's longer way counts: only if what is sent serves many rows.
     few = dataclasses.replace(LINK, max_tokens=1024, remote_share=0.5)
     assert choose(few, PROFILE).plan.dispatch == 1
@@ -206,17 +214,29 @@ def test_bytes_by_hand() -> None:
     """Of 8192 tokens of 4 KiB: results of 7 choices each, and tokens."""
     token = 8192 * 4096.0
     assert LINK.egress_bytes("pull") == pytest.approx(14 * token)
-    assert LINK.sent_tokens == pytest.approx(1.0 - (1 / 8) ** 8)
+    # All of eight different experts at home, where 8 of 64 are: one way of 64 over 8.
+    assert LINK.sent_tokens == pytest.approx(1.0 - 1.0 / math.comb(64, 8))
     assert LINK.egress_bytes("push") == pytest.approx((7 + LINK.sent_tokens) * token)
-    # Eight ranks, or two of which one stands for seven: each of seven is missed by (7/8)^8.
+    # Eight ranks, or two of which one stands for seven, whose tokens may choose an expert twice.
     eight = dataclasses.replace(LINK, world=8, num_experts=256, remote_share=None)
+    missed = math.comb(224, 8) / math.comb(256, 8)
+    assert eight.sent_tokens == pytest.approx(7 * (1 - missed))
     sets = dataclasses.replace(LINK, token_sets=7)
-    assert eight.sent_tokens == sets.sent_tokens == pytest.approx(7 * (1 - (7 / 8) ** 8))
-    assert floors(sets, PROFILE).egress_us == pytest.approx(
-        (7 + 7 * (1 - (7 / 8) ** 8)) / (7 + LINK.sent_tokens) * floors(LINK, PROFILE).egress_us
-    )
+    assert sets.sent_tokens == pytest.approx(7 * (1 - (7 / 8) ** 8))
+    least = floors(sets, PROFILE).egress_us / floors(LINK, PROFILE).egress_us
+    assert least == pytest.approx((7 + sets.sent_tokens) / (7 + LINK.sent_tokens))
     assert dataclasses.replace(LINK, remote_share=1.0).sent_tokens == 1.0
     assert dataclasses.replace(LINK, remote_share=0.0).sent_tokens == 0.0
+
+
+def test_a_decision_says_who_moves_tokens() -> None:
+    pushed = choose(dataclasses.replace(LINK, token_sets=7), PROFILE)
+    assert pushed.dispatch == "push"
+    assert "tokens are pushed, 4.6 instead of 7.0 times each over the link" in pushed.reason
+    pulled = choose(LINK, PROFILE, dispatch=0)
+    assert pulled.dispatch == "pull" and "; rows are pulled; given: dispatch" in pulled.reason
+    alone = choose(dataclasses.replace(LINK, world=1, remote_share=None), PROFILE, dispatch=1)
+    assert "pushed" not in alone.reason and "pulled" not in alone.reason
 
 
 def test_sets_of_tokens_are_those_of_the_problem() -> None:

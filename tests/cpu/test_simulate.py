@@ -62,6 +62,8 @@ def cases(draw):
         h_ring_blocks=least + draw(st.integers(0, 9)),
         store=draw(st.sampled_from([0, 1, 2])),
         slice_rows=draw(st.sampled_from([1, 8, 128])),
+        dispatch=draw(st.sampled_from([0, 1])),
+        token_sets=draw(st.integers(1, local)),
     )
     counts = draw(
         st.lists(
@@ -84,6 +86,7 @@ def test_every_schedule_finishes_and_every_byte_is_counted(case, coupling):
         plan, counts, PROFILE, rank=rank, coupling=coupling, assume=assume, trace=True
     )
     remote = counts.sum() - counts[rank].sum()
+    # With one choice per token every remote row is a token of its own, pushed or pulled.
     assert result.pull_bytes == pytest.approx(2 * plan.hidden * remote)
     columns = plan.linear2_tiles * plan.block_n
     assert result.store_bytes == pytest.approx(2 * columns * remote)
@@ -196,6 +199,20 @@ def test_interleaving_pays_when_waves_are_bound_by_the_drain():
     assert wave.stall_us > 1.5 * mixed.stall_us
     assert wave.total_us > 1.03 * mixed.total_us
     assert paced.total_us <= 1.01 * mixed.total_us
+
+
+@pytest.mark.parametrize("max_tokens", [4096, 16384])
+@pytest.mark.parametrize("sets", [1, 2, 4])
+def test_a_pushed_token_crosses_once_per_set(sets, max_tokens):
+    """Of 4,096 tokens with 4 choices of 8 experts: how many want a set, whatever memory holds."""
+    plan = plan_of(dispatch=1, token_sets=sets, max_tokens=max_tokens, num_sms=132)
+    counts = np.full((2, 4), 4096 * 4 // 8)
+    pushed = run(plan, counts, num_tokens=4096)
+    wanted = sets * 4096 * (1.0 - (1.0 - 1.0 / (2 * sets)) ** 4)
+    assert pushed.pull_bytes == pytest.approx(2 * plan.hidden * wanted)
+    pulled = run(dataclasses.replace(plan, dispatch=0), counts, num_tokens=4096)
+    assert pulled.pull_bytes == pytest.approx(2 * plan.hidden * 4 * 2048)
+    assert pushed.store_bytes == pulled.store_bytes
 
 
 def test_nothing_to_do_costs_only_the_frame():

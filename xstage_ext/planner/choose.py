@@ -69,6 +69,8 @@ class Decision:
         The machine profile, and whether it was measured.
     given : tuple of str
         Fields that the caller gave.
+    dispatch : str
+        "pull" or "push", which the plan holds as a number.
     covered : bool
         Whether such plans were timed, with this layer or with layers like it.
     """
@@ -84,6 +86,7 @@ class Decision:
     provenance: str
     given: tuple[str, ...] = ()
     covered: bool = True
+    dispatch: str = "pull"
 
 
 def instances() -> tuple[Instance, ...]:
@@ -180,6 +183,7 @@ def _decide(asked: _Asked, overrides: Mapping[str, int]) -> Decision:
         provenance=profile.provenance,
         given=tuple(overrides),
         covered=alike and plan == usual,
+        dispatch=DISPATCHES[plan.dispatch],
     )
 
 
@@ -210,9 +214,11 @@ def _reason(
         text += f", by measurements of {of}"
     if plan.schedule == 1:
         text += f"; Linear-1 leads by {plan.lead_blocks} m-blocks"
-    if DISPATCHES[plan.dispatch] == "push":
-        rows, tokens = asked.problem.remote * asked.problem.topk, asked.problem.sent_tokens
+    rows, tokens = asked.problem.remote * asked.problem.topk, asked.problem.sent_tokens
+    if DISPATCHES[plan.dispatch] == "push" and rows > 0.0:
         text += f"; tokens are pushed, {tokens:.1f} instead of {rows:.1f} times each over the link"
+    elif rows > 0.0:
+        text += "; rows are pulled"
     names = ", ".join(name for name, _ in asked.given)
     return f"{text}; given: {names}" if names else text
 

@@ -9,6 +9,8 @@ from .problem import MoEProblem
 LINK_FROM = 0.9
 """Tokens are pushed where pulled rows and results would keep the link busy for this share of the
 time of arithmetic or weights: a push puts fewer bytes on it, and copies once more."""
+LEAST_REUSE = 1.1
+"""So many rows that a token serves once it was sent, or a push saves nothing."""
 LEAST_ROWS, LINK_WITH_FEWER, REUSE_WITH_FEWER = 64, 1.5, 3.0
 """A first token takes longer by that copy. It is worth it where a dispatch warp has so many rows,
 or the link takes so much, or a token that was sent serves so many rows: docs/perf_log.md."""
@@ -24,6 +26,8 @@ def dispatch_of(problem: MoEProblem, profile: machine.MachineProfile) -> str:
     busy = max(least.compute_us, least.weights_us)
     link = egress_us(problem, profile, "pull") / max(busy, 1e-9)
     many = problem.rows >= LEAST_ROWS * WARPS * profile.gpu.num_sms
-    reuse = problem.remote * problem.topk / problem.sent_tokens
-    pushed = link >= LINK_FROM and (many or link >= LINK_WITH_FEWER or reuse >= REUSE_WITH_FEWER)
-    return "push" if pushed else "pull"
+    rows, tokens = problem.remote * problem.topk, problem.sent_tokens  # of a token, on the link
+    if link < LINK_FROM or rows < LEAST_REUSE * tokens:
+        return "pull"
+    enough = many or link >= LINK_WITH_FEWER or rows >= REUSE_WITH_FEWER * tokens
+    return "push" if enough else "pull"

@@ -85,7 +85,9 @@ class _File:
 
 
 def entry(problem: MoEProblem, gpu: str, us: dict[str, float], source: str = "") -> Entry:
-    """From measured medians by family."""
+    """From measured medians by family; PlanError for a proxy of many ranks, see `find`."""
+    if problem.token_sets != 1:
+        raise PlanError(f"xstage tune: token_sets: expected 1, got {problem.token_sets}")
     return Entry(gpu, *_layer_of(problem), problem.load, _fastest_first(us), source)
 
 
@@ -99,8 +101,8 @@ def _fastest_first(us: dict[str, float]) -> tuple[tuple[str, float], ...]:
 
 
 def find(entries: Sequence[Entry], problem: MoEProblem, gpu: str) -> Entry | None:
-    """The entry of this layer and GPU with the nearest number of tokens, if one is near. Tables hold
-    layers of ranks as they are, none in which few ranks stand in for many (`token_sets`)."""
+    """The entry of this layer and GPU with the nearest number of tokens, if one is near. Tables
+    hold layers of ranks as they are, none in which few ranks stand in for many (`token_sets`)."""
     if problem.token_sets != 1:
         return None
     layer, load = _layer_of(problem), max(problem.load, 1)

@@ -137,10 +137,17 @@ class MoEProblem:
     @property
     def sent_tokens(self) -> float:
         """How often a token crosses the link where sources push: owners, or sets of their experts,
-        that hold one of its experts; the mean when all of them are as likely."""
+        that hold one of its experts. The mean when all choices of experts are as likely; with sets
+        a token may choose an expert twice."""
         sets = (self.world - 1) * self.token_sets
         share = self.remote / max(sets, 1)  # of a token's choices that fall on a set
-        return sets * (1.0 if share == 1.0 else -math.expm1(self.topk * math.log1p(-share)))
+        if self.token_sets > 1:
+            return sets * (1.0 if share == 1.0 else -math.expm1(self.topk * math.log1p(-share)))
+        # The k-th choice falls on one of the experts that are left.
+        left = (
+            min(1.0, share * self.num_experts / (self.num_experts - k)) for k in range(self.topk)
+        )
+        return sets * (1.0 - math.prod(1.0 - chance for chance in left))
 
     def egress_bytes(self, dispatch: str) -> float:
         """Bytes that leave a rank: tokens on their way to experts, and results; those of local
