@@ -204,6 +204,7 @@ def simulate_command(
     problem = moe_problem(shape, tokens, world)
     counts, rank = heaviest_rank(problem, routing, seed)
     beyond = beyond_measurement(used, world)
+    dispatch = choose(problem, used).dispatch  # by the layer alone, whatever is given below
     rows: list[dict[str, Any]] = []
     for schedule, schedule_name in enumerate(SCHEDULES):
         for store, store_name in enumerate(STORES):
@@ -216,9 +217,10 @@ def simulate_command(
             )
     if as_json:
         facts = {"profile": used.name, "provenance": used.provenance, "not_measured": beyond}
-        _print_json({"predicted": rows} | facts)
+        _print_json({"predicted": rows, "dispatch": dispatch} | facts)
         return
-    table = Table(title=f"predicted, profile {used.name} ({used.provenance})", box=None)
+    title = f"predicted, {dispatch}, profile {used.name} ({used.provenance})"
+    table = Table(title=title, box=None)
     for name in rows[0]:
         head = name.replace("_", "\n")
         table.add_column(head, justify="left" if name in ("schedule", "store") else "right")
