@@ -33,6 +33,7 @@ from .model import BurstGap, Regime, burst_shadow
 from .planner.attention import MAX_RANKS, even_split
 from .planner.attention_problem import AttentionProblem
 from .planner.choose import choose
+from .planner.dispatch import dispatch_of
 from .planner.megamoe import SCHEDULES, STORES
 from .version import __version__
 
@@ -204,7 +205,7 @@ def simulate_command(
     problem = moe_problem(shape, tokens, world)
     counts, rank = heaviest_rank(problem, routing, seed)
     beyond = beyond_measurement(used, world)
-    dispatch = choose(problem, used).dispatch  # by the layer alone, whatever is given below
+    dispatch = dispatch_of(problem, used)
     rows: list[dict[str, Any]] = []
     for schedule, schedule_name in enumerate(SCHEDULES):
         for store, store_name in enumerate(STORES):

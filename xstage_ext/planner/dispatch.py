@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from .. import machine
 from .floors import egress_us, floors
 from .problem import MoEProblem
@@ -18,6 +20,7 @@ WARPS = 2
 """Dispatch warps of an SM."""
 
 
+@functools.lru_cache(maxsize=256)  # a decision asks several times
 def dispatch_of(problem: MoEProblem, profile: machine.MachineProfile) -> str:
     """Which of `DISPATCHES`, by what was measured of both."""
     if problem.remote == 0.0:

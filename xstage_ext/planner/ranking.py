@@ -14,6 +14,7 @@ import functools
 import json
 import math
 import pathlib
+from collections.abc import Sequence
 
 from .. import machine
 from ..model import drain_GBps
@@ -61,7 +62,8 @@ LEAST_LINK = 0.6
 about plans: docs/perf_log.md."""
 
 
-def features(problem: MoEProblem, profile: machine.MachineProfile) -> list[float]:
+@functools.lru_cache(maxsize=256)  # a decision asks for times and whether they are covered
+def features(problem: MoEProblem, profile: machine.MachineProfile) -> tuple[float, ...]:
     """Logarithms: time on the link over arithmetic (at least `LEAST_LINK`), weights over
     arithmetic, m-blocks of a rank.
     """
@@ -71,10 +73,10 @@ def features(problem: MoEProblem, profile: machine.MachineProfile) -> list[float
     weights_us = problem.weight_bytes / profile.rates.hbm_GBps / 1e3
     blocks = max(problem.rows, 1) / _ROWS
     link = max(link_us / compute_us, LEAST_LINK)
-    return [math.log(value) for value in (link, weights_us / compute_us, blocks)]
+    return tuple(math.log(value) for value in (link, weights_us / compute_us, blocks))
 
 
-def terms(values: list[float]) -> list[float]:
+def terms(values: Sequence[float]) -> list[float]:
     """What the weights multiply."""
     link, weights, blocks = values
     return [1.0, link, weights, blocks, link * blocks, weights * blocks]
@@ -100,11 +102,11 @@ class Ranking:
     ranges: list[tuple[float, float]]
     source: str
 
-    def covers(self, values: list[float]) -> bool:
+    def covers(self, values: Sequence[float]) -> bool:
         """Whether features lie among those of the shapes fitted to."""
         return all(low <= v <= high for v, (low, high) in zip(values, self.ranges, strict=True))
 
-    def log_times(self, values: list[float]) -> dict[str, float]:
+    def log_times(self, values: Sequence[float]) -> dict[str, float]:
         """By family, from features."""
         inside = [
             min(max(v, low), high) for v, (low, high) in zip(values, self.ranges, strict=True)
