@@ -54,9 +54,8 @@ def _measured_rows(case: _plans.Case, profile: machine.MachineProfile) -> list[A
     for row in sweep_84.predicted_rows(case.config, profile):
         one = case.of(_sweep.plan_of(case.config, row.arm, profile))
         if one is not None:
-            ceiling = _sweep.ceiling_of(case.load.of(row.arm), profile, case.matrix_tflops)
             extra = {"measured_as": one.name, "raw_us": one.raw_us}
-            extra |= sweep_84.ceiling_facts(ceiling)
+            extra |= sweep_84.ceiling_facts(case.load.of(row.arm), profile, case.matrix_tflops)
             if one.alone_us:
                 extra["alone_us"] = one.usual_alone_us
             rows.append(_plans.measured(row, one.timing, True, extra))

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xstage_ext import machine
+from xstage_ext.model import drain_GBps
 from xstage_ext.planner import choose, ranking
 from xstage_ext.planner.megamoe import DISPATCHES, MegaMoePlan
 from xstage_ext.planner.problem import MoEProblem
@@ -73,6 +74,12 @@ def _trials() -> dict[str, dict[str, int]]:
 TRIALS = _trials()
 """Plans that vary what the families leave alone: SMs at work, slices, rings, leads, groups, waves.
 Measured with `--part trials`, where the planner's families do not hold such a plan."""
+
+
+def proxy_sets(ranks: int, world: int, local: int) -> int:
+    """`token_sets` of a proxy: so many ranks does each of its other ones stand for, as far as its
+    `local` experts go; 1 in a world of one."""
+    return min((ranks - 1) // (world - 1), local) if world > 1 else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +147,7 @@ class Config:
     @property
     def token_sets(self) -> int:
         """Of the proxy: each of its other ranks stands for so many of the real layer's."""
-        return min((self.ranks - 1) // (self.world - 1), self.local_experts)
+        return proxy_sets(self.ranks, self.world, self.local_experts)
 
     @property
     def law_text(self) -> str:
@@ -313,11 +320,9 @@ def ceiling_of(
         What a large bf16 product reached beside the measurements. Default: the profile's rate,
         which holds for some tens of milliseconds, until a GPU meets its power limit.
     """
-    mechanism = profile.mechanism("bulk")
-    rate = float((mechanism.R_both_GBps or mechanism.R_GBps)(profile.gpu.num_sms))
     return Ceiling(
         compute_us=load.flops / (matrix_tflops or profile.rates.matrix_tflops["bf16"]) / 1e6,
-        link_us=load.least_bytes / rate / 1e3,
+        link_us=_link_us(load.least_bytes, profile),
         weights_us=load.weight_bytes / profile.rates.hbm_GBps / 1e3,
     )
 
@@ -327,14 +332,20 @@ def real_link_us(config: Config, profile: machine.MachineProfile) -> float:
 
     There a token travels once to each rank that holds at least one of its experts.
     """
-    others = (config.ranks - 1) / config.ranks
-    local = config.experts // config.ranks
-    missed = math.comb(config.experts - local, config.topk) / math.comb(config.experts, config.topk)
-    ranks_per_token = (config.ranks - 1) * (1.0 - missed)
-    rows = config.tokens * (config.topk * others + ranks_per_token)
-    mechanism = profile.mechanism("bulk")
-    rate = float((mechanism.R_both_GBps or mechanism.R_GBps)(profile.gpu.num_sms))
-    return rows * 2.0 * config.hidden / rate / 1e3
+    layer = dataclasses.replace(
+        config.problem,
+        world=config.ranks,
+        num_experts=config.experts,
+        remote_share=None,
+        token_sets=1,
+    )
+    return _link_us(layer.egress_bytes("push"), profile)
+
+
+def _link_us(egress_bytes: float, profile: machine.MachineProfile) -> float:
+    """Of so many bytes by bulk stores of all SMs, the other direction as busy."""
+    rate = drain_GBps(profile.mechanism("bulk"), profile.gpu.num_sms, both_directions=True)
+    return egress_bytes / float(rate) / 1e3
 
 
 def plan_of(config: Config, arm: str, profile: machine.MachineProfile) -> MegaMoePlan:

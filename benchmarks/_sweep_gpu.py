@@ -182,7 +182,7 @@ def measure(
     load = _sweep.load_of(task.config, task.config.draw())
 
     def floors(arm: str) -> dict[str, float | str]:
-        return sweep_84.ceiling_facts(_sweep.ceiling_of(load.of(arm), job.profile, matrix_tflops))
+        return sweep_84.ceiling_facts(load.of(arm), job.profile, matrix_tflops)
 
     rows = [_plans.measured(serial, times["serial"], ok["serial"], floors("serial"))]
     for row in task.predicted:

@@ -164,7 +164,7 @@ def report(path: pathlib.Path, configs: Iterable[Config]) -> None:
     if right:
         picture = path.with_suffix(".png")
         title = f"planner's choice over Expert-Wave with plain stores, {_kind(shown, measured)}"
-        draw(picture_rows(right), title, picture, lambda row: str(row["model"]))
+        draw(picture_rows(right), title, picture)
         console.print(f"picture {picture}")
     console.print(f"results {path}\nreport {text}")
 

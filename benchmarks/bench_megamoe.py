@@ -34,7 +34,7 @@ import torch.distributed as dist
 from _ranks import local_rank
 from _report import ResultWriter, Row, line
 from _rival_moe import rival_arm
-from _sweep import AS_IT_IS, sent_tokens
+from _sweep import AS_IT_IS, proxy_sets, sent_tokens
 
 from xstage_ext import SymmetricWorkspace, machine, reference
 from xstage_ext.planner import choose
@@ -76,7 +76,7 @@ class Shape:
 
     def problem(self, world: int, arm: str = "chosen") -> MoEProblem:
         """For the planner."""
-        stands_for = (RANKS - 1) // (world - 1) if world > 1 and arm != AS_IT_IS else 1
+        ranks = world if arm == AS_IT_IS else RANKS
         return MoEProblem(
             world=world,
             num_experts=self.local_experts * world,
@@ -85,7 +85,7 @@ class Shape:
             intermediate=self.intermediate,
             max_tokens=self.tokens,
             remote_share=REMOTE_SHARE if world > 1 else None,
-            token_sets=min(stands_for, self.local_experts),
+            token_sets=proxy_sets(ranks, world, self.local_experts),
         )
 
 

@@ -97,15 +97,18 @@ def config_facts(
         "remote_share_drawn": load.remote_share,
         "least_bytes": load.least_bytes,
         "flops": load.flops,
-        **ceiling_facts(_sweep.ceiling_of(load, profile)),
+        **ceiling_facts(load, profile),
         "real_link_floor_us": _sweep.real_link_us(config, profile),
         "profile": profile.name,
         "provenance": profile.provenance,
     }
 
 
-def ceiling_facts(ceiling: _sweep.Ceiling) -> dict[str, Any]:
-    """The ceiling's part of them."""
+def ceiling_facts(
+    load: _sweep.Load, profile: machine.MachineProfile, matrix_tflops: float | None = None
+) -> dict[str, Any]:
+    """The ceiling's part of them; see `_sweep.ceiling_of`."""
+    ceiling = _sweep.ceiling_of(load, profile, matrix_tflops)
     return {
         "ceiling_us": ceiling.us,
         "ceiling_by": ceiling.binding,

@@ -48,8 +48,9 @@ class RankCall {
   uint16_t const* own_token(int64_t choice) const {
     return static_cast<uint16_t const*>(a_.x.const_data_ptr()) + choice / plan_.topk * plan_.hidden;
   }
-  uint16_t* pushed_token(int32_t source, int32_t owner, int64_t choice, int32_t expert);
-  void push_token(int64_t choice, int32_t expert);
+  uint16_t* pushed_token(int32_t source, int32_t owner, int64_t choice, int32_t expert) const;
+  void push_token(int64_t choice, int32_t expert) const;
+  uint16_t const* received_token(int32_t source, int64_t choice, int32_t expert) const;
 
   int32_t expert_of(int64_t choice) const;
   bool wait_for_sources();
@@ -129,20 +130,30 @@ void RankCall::send() {
   }
 }
 
-// Where the token of a choice lies at the owner of the expert; null for this rank's own.
-uint16_t* RankCall::pushed_token(int32_t source, int32_t owner, int64_t choice, int32_t expert) {
+// The place of a choice's token at the owner of the local expert, another rank than its source.
+uint16_t* RankCall::pushed_token(int32_t source, int32_t owner, int64_t choice,
+                                 int32_t expert) const {
   int32_t const distance = (source - owner + plan_.world) % plan_.world;
-  if (distance == 0) return nullptr;
   int64_t const place = plan_.token_place(distance, plan_.token_set(expert),
                                           static_cast<int32_t>(choice / plan_.topk));
   return view(owner).token<uint16_t>(plan_, layout_, place);
 }
 
 // A token goes to its place at the owner; a second time if it has several choices there.
-void RankCall::push_token(int64_t choice, int32_t expert) {
+void RankCall::push_token(int64_t choice, int32_t expert) const {
   int32_t const per_rank = plan_.experts_per_rank();
-  uint16_t* const to = pushed_token(rank_, expert / per_rank, choice, expert % per_rank);
-  if (to != nullptr) std::memcpy(to, own_token(choice), static_cast<size_t>(plan_.hidden) * 2);
+  int32_t const owner = expert / per_rank;
+  if (owner == rank_) return;
+  std::memcpy(pushed_token(rank_, owner, choice, expert % per_rank), own_token(choice),
+              static_cast<size_t>(plan_.hidden) * 2);
+}
+
+// Where this rank finds the token of a choice of a local expert.
+uint16_t const* RankCall::received_token(int32_t source, int64_t choice, int32_t expert) const {
+  if (plan_.dispatch == kPull) {
+    return view(source).token<uint16_t>(plan_, layout_, choice / plan_.topk);
+  }
+  return source == rank_ ? own_token(choice) : pushed_token(source, rank_, choice, expert);
 }
 
 bool RankCall::wait_for_sources() {
@@ -197,11 +208,7 @@ void RankCall::fill_block(int64_t block) {
     for (int32_t e = 0; e < expert; ++e) first += counts[e];
     uint32_t const route = own().routes(plan_, layout_, bank_, from.source)[first + from.index];
     origins[r] = pack_origin(from.source, route);
-    uint16_t const* row = view(from.source).token<uint16_t>(plan_, layout_, route / plan_.topk);
-    if (plan_.dispatch == kPush) {
-      uint16_t const* const pushed = pushed_token(from.source, rank_, route, expert);
-      row = pushed == nullptr ? own_token(route) : pushed;
-    }
+    uint16_t const* const row = received_token(from.source, route, expert);
     std::memcpy(to + int64_t{1} * r * plan_.hidden, row, static_cast<size_t>(plan_.hidden) * 2);
   }
   counter(MegaMoeCounter::kArrived)[block] = static_cast<uint32_t>(rows);

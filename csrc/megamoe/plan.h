@@ -79,7 +79,7 @@ struct MegaMoePlan {
   }
   // Which set of an owner's experts a local expert belongs to.
   XS_HD int32_t token_set(int32_t expert) const { return expert * token_sets / experts_per_rank(); }
-  // Tokens that peers bring together, or this rank keeps for them, have a place of their own.
+  // Places in kTokens: of all tokens that peers may push here, or of this rank's own for peers to pull.
   XS_HD int64_t token_places() const {
     return dispatch == kPush ? int64_t{1} * (world - 1) * token_sets * max_tokens : max_tokens;
   }
