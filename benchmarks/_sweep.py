@@ -332,13 +332,8 @@ def real_link_us(config: Config, profile: machine.MachineProfile) -> float:
 
     There a token travels once to each rank that holds at least one of its experts.
     """
-    layer = dataclasses.replace(
-        config.problem,
-        world=config.ranks,
-        num_experts=config.experts,
-        remote_share=None,
-        token_sets=1,
-    )
+    layer = dataclasses.replace(config.problem, remote_share=None, token_sets=1)
+    layer = dataclasses.replace(layer, world=config.ranks, num_experts=config.experts)
     return _link_us(layer.egress_bytes("push"), profile)
 
 
