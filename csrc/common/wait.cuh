@@ -129,15 +129,15 @@ __device__ __forceinline__ bool wait_until(Workspace const& workspace, WaitSite 
 // The same by a whole warp, with one answer: a lane that gave up does not leave the others to
 // instructions that take all lanes. The vote comes first: values that the code behind the wait needs
 // must not have to survive the call, which costs registers.
-template <class Load>
+template <int kEighths = 8, class Load>
 __device__ __forceinline__ bool warp_wait_until(Workspace const& workspace, WaitSite site,
                                                 Load load) {
   FaultKind kind = FaultKind::kNone;
   uint64_t seen = 0, waited_ns = 0;
-  bool const ok = poll_until(workspace, site, load,
-                             [&](WaitSite const& at, FaultKind why, uint64_t saw, uint64_t ns) {
-                               site = at, kind = why, seen = saw, waited_ns = ns;
-                             });
+  auto const end = [&](WaitSite const& at, FaultKind why, uint64_t saw, uint64_t ns) {
+    site = at, kind = why, seen = saw, waited_ns = ns;
+  };
+  bool const ok = poll_until<kEighths>(workspace, site, load, end);
   if (__all_sync(0xffffffffu, ok)) return true;
   if (kind != FaultKind::kNone) give_up(workspace, site, kind, seen, waited_ns);
   return false;

@@ -138,8 +138,7 @@ __device__ __forceinline__ void place_routes(MegaMoeParams const& params, CallSt
             mine ? atomicAdd(cursors + group * plan.num_experts + expert, mine) : 0;
         shared.routing.positions[expert] = before + sum - count + earlier + taken;
         if (call.block == 0) {
-          params.view(owner).counts(plan, params.layout, call.bank, rank, owner)[first + lane] =
-              count;
+          params.view(owner).counts(plan, params.layout, call.bank, rank)[first + lane] = count;
         }
       }
       before += __shfl_sync(0xffffffffu, sum, 31);
@@ -210,8 +209,7 @@ __device__ __forceinline__ bool gather_counts(MegaMoeParams const& params, CallS
   for (int expert = threadIdx.x; expert < per_rank; expert += blockDim.x) {
     uint32_t rows = 0;
     for (int source = 0; source < params.plan.world; ++source) {
-      rows += __ldcg(own.counts(params.plan, params.layout, call.bank, source, workspace.rank) +
-                     expert);
+      rows += __ldcg(own.counts(params.plan, params.layout, call.bank, source) + expert);
     }
     shared.rows[expert] = rows;
     if (call.block == 0 && params.expert_load != nullptr) params.expert_load[expert] += rows;

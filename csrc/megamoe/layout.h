@@ -82,8 +82,8 @@ constexpr int32_t kRouteGroups = 16;
   X(kTokenHere, (plan.dispatch == kPush ? int64_t{8} * plan.token_places() : 0),                \
     "uint64 [place]: epoch in which the token in that place of kTokens came")                   \
   X(kCounters, 2 * counter_bank_bytes(plan), "uint32 [bank][counter]: see XS_MEGAMOE_COUNTERS") \
-  X(kCounts, int64_t{2} * 4 * plan.world * plan.num_experts,                                    \
-    "uint32 [bank][source][expert]: rows that the source sends")                                \
+  X(kCounts, int64_t{2} * 4 * plan.num_experts,                                                 \
+    "uint32 [bank][source][local expert]: rows that the source sends")                          \
   X(kRoutes, int64_t{2} * 4 * plan.max_rows(),                                                  \
     "uint32 [bank][source][row]: token * topk + slot, by local expert, without gaps")           \
   X(kSendRoutes, (plan.dispatch == kPush ? int64_t{4} * plan.max_rows() : 0),                   \
@@ -178,12 +178,11 @@ struct MegaMoeView {
   XS_HD uint64_t* staged(MegaMoeLayout const& layout, int32_t source, int32_t segment) const {
     return at<uint64_t>(layout, MegaMoeRegion::kStaged, source * kMaxSegments + segment);
   }
-  // [local expert of the owner] of one source.
+  // [local expert] of one source.
   XS_HD uint32_t* counts(MegaMoePlan const& plan, MegaMoeLayout const& layout, int32_t bank,
-                         int32_t source, int32_t owner) const {
+                         int32_t source) const {
     return at<uint32_t>(layout, MegaMoeRegion::kCounts,
-                        int64_t{1} * (bank * plan.world + source) * plan.num_experts +
-                            owner * plan.experts_per_rank());
+                        (bank * plan.world + source) * plan.experts_per_rank());
   }
   // Rows of one source by local expert; expert e starts after the counts of experts 0 .. e - 1.
   XS_HD uint32_t* routes(MegaMoePlan const& plan, MegaMoeLayout const& layout, int32_t bank,

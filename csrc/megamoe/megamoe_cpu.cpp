@@ -108,7 +108,7 @@ void RankCall::send() {
     if (expert >= 0) ++counts[expert];
   }
   for (int32_t dst_rank = 0; dst_rank < plan_.world; ++dst_rank) {
-    uint32_t* const dst = view(dst_rank).counts(plan_, layout_, bank_, rank_, dst_rank);
+    uint32_t* const dst = view(dst_rank).counts(plan_, layout_, bank_, rank_);
     uint32_t first = 0;
     for (int32_t e = 0; e < per_rank; ++e) {
       dst[e] = counts[dst_rank * per_rank + e];
@@ -178,7 +178,7 @@ void RankCall::read_counts() {
   int32_t const per_rank = plan_.experts_per_rank();
   rows_.assign(per_rank, 0);
   for (int32_t source = 0; source < plan_.world; ++source) {
-    uint32_t const* const counts = own().counts(plan_, layout_, bank_, source, rank_);
+    uint32_t const* const counts = own().counts(plan_, layout_, bank_, source);
     for (int32_t e = 0; e < per_rank; ++e) rows_[e] += static_cast<int32_t>(counts[e]);
   }
   for (int32_t e = 0; e < per_rank; ++e) {
@@ -202,8 +202,8 @@ void RankCall::fill_block(int64_t block) {
   for (int32_t r = 0; r < rows; ++r) {
     RowSource const from = row_source(
         plan_.world, rank_, block_row_[block] + r,
-        [&](int32_t source) { return own().counts(plan_, layout_, bank_, source, rank_)[expert]; });
-    uint32_t const* const counts = own().counts(plan_, layout_, bank_, from.source, rank_);
+        [&](int32_t source) { return own().counts(plan_, layout_, bank_, source)[expert]; });
+    uint32_t const* const counts = own().counts(plan_, layout_, bank_, from.source);
     int64_t first = 0;
     for (int32_t e = 0; e < expert; ++e) first += counts[e];
     uint32_t const route = own().routes(plan_, layout_, bank_, from.source)[first + from.index];

@@ -11,32 +11,10 @@
 #include "common/wait.cuh"
 #include "params.h"
 #include "pipeline.cuh"
+#include "rows.cuh"
 #include "trace.cuh"
 
 namespace xstage {
-
-// One row, by one warp: 16 bytes per lane, eight loads in flight. `meanwhile` runs once, behind the
-// first loads: what can be done while they are under way.
-template <class Meanwhile>
-__device__ __forceinline__ void copy_row(char const* from, char* to, int32_t bytes,
-                                         Meanwhile meanwhile) {
-  constexpr int kUnroll = 8;
-  int32_t const lane_offset = threadIdx.x % 32 * 16;
-  for (int32_t first = 0; first < bytes; first += kUnroll * 512) {
-    uint4 values[kUnroll];
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      int32_t const offset = first + u * 512 + lane_offset;
-      if (offset < bytes) values[u] = __ldcg(reinterpret_cast<uint4 const*>(from + offset));
-    }
-    if (first == 0) meanwhile();
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      int32_t const offset = first + u * 512 + lane_offset;
-      if (offset < bytes) *reinterpret_cast<uint4*>(to + offset) = values[u];
-    }
-  }
-}
 
 // A row to pull.
 struct PulledRow {
@@ -47,46 +25,15 @@ struct PulledRow {
   bool slot_free;  // the ring slot of the block has been seen free
 };
 
-// Finds the rows of one warp, in block order; whole warp. Lane s < world follows source s.
-struct PullCursor {
-  MegaMoeParams const& params;
-  MegaMoeView own;
-  uint32_t const* rows;    // received, per local expert
-  uint32_t const* counts;  // of this lane's source, or null
-  int32_t bank;
-  int32_t expert = 0;
-  uint32_t source_rows = 0;    // of this lane's source for the expert
-  uint32_t source_before = 0;  // and for earlier ones
-  int32_t rows_before = 0;     // of earlier experts
-  int32_t blocks_before = 0;
-
-  __device__ __forceinline__ PullCursor(MegaMoeParams const& p, CallState const& call,
-                                        MegaMoeShared const& shared)
-      : params(p), own(p.view(p.workspace.rank)), rows(shared.rows), bank(call.bank) {
-    int32_t const lane = threadIdx.x % 32;
-    counts =
-        lane < p.plan.world ? own.counts(p.plan, p.layout, bank, lane, p.workspace.rank) : nullptr;
-    source_rows = counts ? __ldcg(counts) : 0;
-  }
-
-  // Tiles of Linear-1 that free the x ring slot of a block.
-  __device__ __forceinline__ uint32_t const* slot_word(int32_t block) const {
-    return own.counter(params.layout, bank, MegaMoeCounter::kLinear1Done) + block -
-           params.plan.x_ring_blocks;
-  }
-  __device__ __forceinline__ uint32_t slot_target() const { return whole_linear1(params.plan); }
+// Finds the rows of one warp, in block order; whole warp.
+struct PullCursor : ReceivedRows {
+  using ReceivedRows::ReceivedRows;
 
   // Row i of all that this rank received.
   __device__ __forceinline__ PulledRow find(int32_t i) {
     MegaMoePlan const& plan = params.plan;
     int32_t const per_rank = plan.experts_per_rank();
-    while (expert < per_rank && i >= rows_before + static_cast<int32_t>(rows[expert])) {
-      rows_before += rows[expert];
-      blocks_before += ceil_div<int32_t>(rows[expert], MegaMoeTraits::kBlockM);
-      source_before += source_rows;
-      ++expert;
-      source_rows = counts && expert < per_rank ? __ldcg(counts + expert) : 0;
-    }
+    while (expert < per_rank && i >= end()) next_expert();
     if (expert == per_rank) return {-1, 0, 0, 0, false};
     int32_t const row = i - rows_before;
     int32_t const first_source = static_cast<int32_t>(params.workspace.rank + 1) % plan.world;
@@ -101,9 +48,7 @@ struct PullCursor {
     found.route =
         __ldcg(own.routes(plan, params.layout, bank, from.source) + list_begin + from.index);
     // Lanes may see the counter move at different times, but must take the same way.
-    found.slot_free =
-        found.block < plan.x_ring_blocks ||
-        __all_sync(0xffffffffu, ld_acquire_gpu(slot_word(found.block)) >= slot_target());
+    found.slot_free = __all_sync(0xffffffffu, slot_state(found.block) >= whole_linear1(plan));
     return found;
   }
 
@@ -174,10 +119,9 @@ __device__ __forceinline__ void pull_rows(MegaMoeParams const& params, CallState
     // Whoever waits here must not hold back a row that others may wait for.
     if (!row.slot_free) {
       announce();
-      uint32_t const* const word = cursor.slot_word(row.block);
-      WaitSite const site{Phase::kDispatchRows, -1, call.epoch, cursor.slot_target()};
-      if (!warp_wait_until(params.workspace, site,
-                           [&]() -> uint64_t { return ld_acquire_gpu(word); })) {
+      WaitSite const site{Phase::kDispatchRows, -1, call.epoch, whole_linear1(plan)};
+      if (!warp_wait_until<kPatient>(params.workspace, site,
+                                     [&] { return cursor.slot_state(row.block); })) {
         return;
       }
     }
@@ -187,9 +131,12 @@ __device__ __forceinline__ void pull_rows(MegaMoeParams const& params, CallState
     }
     int64_t const ring_row =
         int64_t{1} * (row.block % plan.x_ring_blocks) * Traits::kBlockM + row.in_block;
-    copy_row(cursor.source_row(row, token),
+    bool looked = false;
+    move_row(cursor.source_row(row, token),
              cursor.own.x_block<char>(plan, params.layout, 0) + ring_row * 2 * plan.hidden,
              2 * plan.hidden, [&] {
+               if (looked) return;
+               looked = true;
                announce();
                i += call.num_blocks * Traits::kDispatchWarps;
                next = cursor.find(i);

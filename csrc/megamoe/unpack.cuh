@@ -32,28 +32,9 @@ struct UnpackedRow {
   int32_t expert = 0;
 };
 
-// Finds rows by their number among all that this rank received; numbers only grow. Whole warp; lane
-// s < world follows source s. Rows of an expert lie source after source, this rank's first.
-struct UnpackCursor {
-  MegaMoeParams const& params;
-  MegaMoeView own;
-  uint32_t const* rows;    // received, per local expert
-  uint32_t const* counts;  // of this lane's source, or null
-  int32_t bank;
-  int32_t expert = 0;
-  uint32_t source_rows = 0;    // of this lane's source for the expert
-  uint32_t source_before = 0;  // and for earlier ones
-  int32_t rows_before = 0;     // of earlier experts
-  int32_t blocks_before = 0;
-
-  __device__ __forceinline__ UnpackCursor(MegaMoeParams const& p, CallState const& call,
-                                          MegaMoeShared const& shared)
-      : params(p), own(p.view(p.workspace.rank)), rows(shared.rows), bank(call.bank) {
-    int32_t const lane = threadIdx.x % 32;
-    counts =
-        lane < p.plan.world ? own.counts(p.plan, p.layout, bank, lane, p.workspace.rank) : nullptr;
-    source_rows = counts ? __ldcg(counts) : 0;
-  }
+// Finds rows by their number among all that this rank received; whole warp.
+struct UnpackCursor : ReceivedRows {
+  using ReceivedRows::ReceivedRows;
 
   // Rows [first, last), of which lane l wants first + l.
   __device__ __forceinline__ UnpackedRow find(int32_t first, int32_t last) {
@@ -61,9 +42,8 @@ struct UnpackCursor {
     int32_t const wanted = first + static_cast<int32_t>(threadIdx.x % 32);
     UnpackedRow found;
     for (;;) {
-      int32_t const end = rows_before + static_cast<int32_t>(rows[expert]);
       int32_t const row = wanted - rows_before;
-      bool const here = wanted < min_of(end, last) && row >= 0;
+      bool const here = wanted < min_of(end(), last) && row >= 0;
       int32_t begin = 0;  // of a source's rows
       int32_t index = 0;
       for (int32_t i = 0; i < plan.world; ++i) {
@@ -82,12 +62,8 @@ struct UnpackCursor {
         found.route = __ldcg(own.routes(plan, params.layout, bank, found.source) + index);
         found.expert = expert;
       }
-      if (last <= end) return found;
-      rows_before = end;
-      blocks_before += ceil_div<int32_t>(rows[expert], MegaMoeTraits::kBlockM);
-      source_before += source_rows;
-      ++expert;
-      source_rows = counts ? __ldcg(counts + expert) : 0;
+      if (last <= end()) return found;
+      next_expert();
     }
   }
 };
@@ -137,11 +113,6 @@ __device__ __forceinline__ void unpack_rows(MegaMoeParams const& params, CallSta
                                       : own.token<char>(plan, params.layout, 0);
     return base + int64_t{from < 0 ? ~from : from} * row_bytes;
   };
-  auto const slot_free = [&](int32_t block) -> uint64_t {
-    block -= plan.x_ring_blocks;
-    uint32_t const* const done = counter(MegaMoeCounter::kLinear1Done);
-    return block < 0 ? whole_linear1(plan) : ld_acquire_gpu(done + block);
-  };
   auto const token_came = [&](int32_t from) {
     return from < 0 ? call.epoch : ld_acquire_sys(own.token_here(params.layout, from));
   };
@@ -170,7 +141,7 @@ __device__ __forceinline__ void unpack_rows(MegaMoeParams const& params, CallSta
     RowBatch const batch = next_batch();
     if (batch.count == 0) break;
     auto const ready = [&] {
-      return batch.block >= 0 && slot_free(batch.block) >= whole_linear1(plan) &&
+      return batch.block >= 0 && cursor.slot_state(batch.block) >= whole_linear1(plan) &&
              token_came(batch.from) >= call.epoch;
     };
     bool open = ready();
@@ -187,8 +158,8 @@ __device__ __forceinline__ void unpack_rows(MegaMoeParams const& params, CallSta
         WaitSite const slot{Phase::kDispatchRows, -1, call.epoch, whole_linear1(plan)};
         WaitSite const token{Phase::kDispatchRows, (rank + distance) % plan.world, call.epoch,
                              call.epoch};
-        if (!warp_wait_until(params.workspace, slot, [&]() -> uint64_t {
-              return mine ? slot_free(batch.block) : whole_linear1(plan);
+        if (!warp_wait_until<kPatient>(params.workspace, slot, [&]() -> uint64_t {
+              return mine ? cursor.slot_state(batch.block) : whole_linear1(plan);
             })) {
           return;
         }

@@ -14,6 +14,14 @@ from xstage_ext.errors import PeerError, PeerTimeout
 
 CASE = Case((70, 33), 192, 128, 4, 2)
 PUSHES = [fields for fields in PLANS if fields.get("dispatch") == 1]
+LONG = Case((300, 260), 192, 128, 4, 2)  # several blocks of every expert
+SHORT_RING = {
+    "dispatch": 1,
+    "lead_blocks": 1,
+    "group_blocks": 1,
+    "x_ring_blocks": 1,
+    "h_ring_blocks": 3,
+}
 
 
 def call_of_rank_0(session: Session, t: Tensors) -> torch.Tensor:
@@ -56,14 +64,17 @@ def test_an_absent_rank_is_named_and_leaves_nan(fields: dict[str, int], num_sms:
         session.workspace.check(synchronize=True)
 
 
-@pytest.mark.parametrize("fields", PUSHES)
+@pytest.mark.parametrize(
+    ("case", "fields"), [(CASE, fields) for fields in PUSHES] + [(LONG, SHORT_RING)]
+)
 @pytest.mark.parametrize("num_sms", [2, 64])
 def test_a_rank_that_sends_no_tokens_is_named_and_leaves_nan(
-    fields: dict[str, int], num_sms: int
+    case: Case, fields: dict[str, int], num_sms: int
 ) -> None:
-    """Its rows are announced, so tiles wait for them too; the wait for a token knows for whom."""
-    tensors = make(CASE)
-    with Session(CASE.plan(num_sms=num_sms, **fields), timeout_ms=300) as session:
+    """Its rows are announced, so tiles wait for them too, and warps for the slots that these tiles
+    free; the wait for a token knows for whom."""
+    tensors = make(case)
+    with Session(case.plan(num_sms=num_sms, **fields), timeout_ms=300) as session:
         first = session(tensors)
         session.workspace.check(synchronize=True)
         announce_rows_of_rank_1(session)
