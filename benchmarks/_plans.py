@@ -93,7 +93,9 @@ class Case:
 
 def read(lines: Iterable[Mapping[str, Any]]) -> list[Case]:
     """Every configuration among result lines; plans whose results were wrong are left out."""
-    by_key = {json.dumps(config.key): config for config in _sweep.load_configs()}
+    configs = _sweep.load_configs()
+    configs += [config.at_home() for config in configs]
+    by_key = {json.dumps(config.key): config for config in configs}
     cases = []
     for line in lines:
         if line["op"] != OP:

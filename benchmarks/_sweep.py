@@ -113,6 +113,13 @@ class Config:
     experts: int
     seed: int
 
+    def at_home(self) -> Config:
+        """One of its ranks for itself: as many rows and experts, none of them elsewhere."""
+        local = self.local_experts
+        return dataclasses.replace(
+            self, world=1, num_experts=local, ranks=1, experts=local, remote_share=0.0
+        )
+
     @property
     def name(self) -> str:
         """Short and unique."""

@@ -198,25 +198,35 @@ RARELY = 4
 
 
 def time_plans(
-    calls: Mapping[str, Call], rounds: int, first: int, always: Collection[str]
+    calls: Mapping[str, Call], rounds: tuple[int, int], always: Collection[str], seed: int
 ) -> list[tuple[str, float]]:
     """Samples of many plans and of "serial", us, in the order of time.
 
-    All plans run in the `first` rounds, then the fastest.
-
     Every round runs in an order of its own: power limits act over tens of milliseconds, so that a
-    plan is as fast as those before it allow. Plans in `always` stay whatever they take.
+    plan is as fast as those before it allow.
+
+    Parameters
+    ----------
+    calls : mapping
+        By name, the same on every rank.
+    rounds : (int, int)
+        All of them; the first ones, in which every plan runs (0: in all of them). Then the fastest
+        run.
+    always : collection of str
+        Plans that stay whatever they take.
+    seed : int
+        Another one for every configuration, as in `time_alone`.
     """
     sequence: list[tuple[str, float]] = []
     chosen = [name for name in calls if name != "serial"]
-    for number in range(rounds):
-        if number == first > 0:
+    for number in range(rounds[0]):
+        if number == rounds[1] > 0:
             seen = {name: [us for one, us in sequence if one == name] for name in chosen}
             by_time = sorted(chosen, key=lambda name: float(np.median(seen[name])))
             kept = {*by_time[:MOST_KEPT], *always}
             chosen = [name for name in chosen if name in kept]
         order = [*chosen, *(["serial"] if number % RARELY == 0 else [])]
-        random.Random(number).shuffle(order)  # the same on every rank
+        random.Random(f"{seed} {number}").shuffle(order)  # the same on every rank
         timings = time_arms({name: calls[name] for name in order}, pairs=1, warmup=0)
         sequence += [(name, timing.samples_us[0]) for name, timing in timings.items()]
     return sequence

@@ -160,7 +160,8 @@ def measure(
     kept = [*task.timed, *(name for name in task.plans if name in ranking.FAMILIES)]
     with stages("times"):
         timed = calls | {DENSE: case.dense}
-        sequence = time_plans(timed, job.pairs, job.first, [*kept, DENSE])
+        rounds, always = (job.pairs, job.first), [*kept, DENSE]
+        sequence = time_plans(timed, rounds, always, task.config.seed)
         samples = levelled([(name, us) for name, us in sequence if name != "serial"])
         times = {name: Timing.of(seen) for name, seen in samples.items()}
     with stages("alone"):
@@ -193,7 +194,8 @@ def measure(
         extra["raw_us"] = Timing.of(raw[name]).us_median
         rows.append(_plans.measured(row, times[name], ok[name], extra))
     spans = [_trace_row(task, name, times[name], trace) for name, trace in traces.items()]
-    return [*rows, *spans, _plans_row(task, samples, raw, ok, alone, matrix_tflops)]
+    plans = plans_row(task.config, task.plans, samples, raw, ok, alone, matrix_tflops)
+    return [*rows, *spans, plans]
 
 
 SERIAL_FACTS = (*sweep_84.FACTS, "egress_bytes")
@@ -230,22 +232,23 @@ def _trace_row(task: Task, name: str, timing: Timing, trace: dict[str, float]) -
     return _report.Row(_plans.TRACE_OP, name, key, world, *us, timing.n, extra=extra)
 
 
-def _plans_row(
-    task: Task,
-    samples: dict[str, list[float]],
-    raw: dict[str, list[float]],
-    ok: dict[str, bool],
-    alone: dict[str, list[float]],
+def plans_row(
+    config: Config,
+    by_name: Mapping[str, MegaMoePlan],
+    samples: Mapping[str, list[float]],
+    raw: Mapping[str, list[float]],
+    ok: Mapping[str, bool],
+    alone: Mapping[str, list[float]],
     matrix_tflops: float,
 ) -> _report.Row:
-    """One row for all plans of a configuration; see `_plans.py`.
+    """One row for all plans of a configuration, by name; see `_plans.py`.
 
     `halves_us` are medians of every other sample: choose by one, judge by the other. `samples_us`
     are in the order of the rounds, as the clock said; times are of levelled samples. `alone_us` are
     times alone, levelled, by pass; `matrix_tflops` is what a dense product reached in the rounds.
     """
     plans = []
-    for name, plan in task.plans.items():
+    for name, plan in by_name.items():
         timing = Timing.of(samples[name])
         halves = [float(np.median(samples[name][i::2])) for i in (0, 1)]
         times = {"us": timing.us_median, "us_p10": timing.us_p10, "us_p90": timing.us_p90}
@@ -257,18 +260,18 @@ def _plans_row(
             | {"raw_us": round(Timing.of(raw[name]).us_median, 2)}
             | {"alone_us": [round(us, 2) for us in alone.get(name, [])]}
         )
-    best = min((Timing.of(samples[name]) for name in task.plans), key=lambda t: t.us_median)
+    best = min((Timing.of(samples[name]) for name in by_name), key=lambda t: t.us_median)
     return _report.Row(
         _plans.OP,
         "all",
-        task.config.key,
-        task.config.world,
+        config.key,
+        config.world,
         best.us_median,
         best.us_p10,
         best.us_p90,
         best.n,
-        ok=all(ok[name] for name in task.plans),
-        extra={"held_out": task.config.held_out, "plans": plans, "matrix_tflops": matrix_tflops},
+        ok=all(ok[name] for name in by_name),
+        extra={"held_out": config.held_out, "plans": plans, "matrix_tflops": matrix_tflops},
     )
 
 
