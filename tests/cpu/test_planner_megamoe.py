@@ -210,6 +210,19 @@ def test_tokens_are_pushed_where_the_link_is_what_counts() -> None:
     assert choose(dataclasses.replace(few, token_sets=7), PROFILE).plan.dispatch == 0
 
 
+def test_who_moves_tokens_is_decided_for_the_sms_at_work() -> None:
+    """Fewer of them have more rows each, and take longer for arithmetic."""
+    some = dataclasses.replace(LINK, max_tokens=2048, remote_share=0.6, token_sets=7)
+    told = {sms: choose(some, PROFILE, num_sms=sms).dispatch for sms in (132, 112, 96)}
+    assert some.rows < 64 * 2 * 132 and some.rows >= 64 * 2 * 112
+    assert told == {132: "pull", 112: "push", 96: "pull"}
+    assert choose(some, PROFILE).dispatch == "pull"
+    fields = ranking.DEFAULTS | FAMILIES["wave st 64"] | {"idle_sms": 20}
+    plan = planner.family_plan(some, PROFILE, fields)
+    assert (plan.num_sms, plan.dispatch) == (112, 1)
+    assert planner.family_plan(some, PROFILE, fields, given={"dispatch": 0}).dispatch == 0
+
+
 def test_bytes_by_hand() -> None:
     """Of 8192 tokens of 4 KiB: results of 7 choices each, and tokens."""
     token = 8192 * 4096.0

@@ -89,6 +89,7 @@ class Decision:
     dispatch: str = "pull"
 
 
+@functools.cache  # a library stays as it was loaded
 def instances() -> tuple[Instance, ...]:
     """The kernels of the loaded library; `DEFAULT_INSTANCES` where none is loaded."""
     try:
@@ -295,10 +296,7 @@ def _base(
     fields: Mapping[str, int],
     given: Mapping[str, int],
 ) -> MegaMoePlan:
-    """Shape, tile, order and stores; rings follow."""
-    instance = _tile(problem.rows / problem.experts_per_rank, instances())
-    cluster = given.get("cluster_size", instance.cluster_size)
-    sms = given.get("num_sms", (profile.gpu.num_sms - fields["idle_sms"]) // cluster * cluster)
+    """Shape, order, stores, tile and grid; rings follow."""
     plan = MegaMoePlan(
         world=problem.world,
         num_experts=problem.num_experts,
@@ -306,20 +304,35 @@ def _base(
         hidden=problem.hidden,
         intermediate=problem.intermediate,
         max_tokens=problem.max_tokens,
-        block_m=given.get("block_m", instance.block_m),
-        block_n=given.get("block_n", instance.block_n),
-        cluster_size=cluster,
-        num_sms=sms,
         schedule=fields["schedule"],
         store=fields["store"],
         slice_rows=fields["slice_rows"],
         mix=fields["mix"],
         weight_layout=WEIGHT_LAYOUTS.index(problem.weight_layout),
-        dispatch=given.get("dispatch", DISPATCHES.index(dispatch_of(problem, profile))),
         token_sets=problem.token_sets,
+        **_grid(problem, profile, fields["idle_sms"], given),
     )
-    group = min(fields["group_blocks"], max(cluster, _load_blocks(plan, problem)))
+    group = min(fields["group_blocks"], max(plan.cluster_size, _load_blocks(plan, problem)))
     return dataclasses.replace(plan, group_blocks=given.get("group_blocks", group))
+
+
+_GRID = ("block_m", "block_n", "cluster_size", "num_sms", "dispatch")
+
+
+def _grid(
+    problem: MoEProblem,
+    profile: machine.MachineProfile,
+    idle_sms: int,
+    given: Mapping[str, int],
+) -> dict[str, int]:
+    """Tile and grid, and who moves tokens with so many SMs: as given, else chosen."""
+    tile = _tile(problem.rows / problem.experts_per_rank, instances())
+    chosen = dataclasses.asdict(tile) | {name: given[name] for name in _GRID if name in given}
+    cluster = chosen["cluster_size"]
+    chosen.setdefault("num_sms", (profile.gpu.num_sms - idle_sms) // cluster * cluster)
+    if "dispatch" not in chosen:
+        chosen["dispatch"] = DISPATCHES.index(dispatch_of(problem, profile, chosen["num_sms"]))
+    return chosen
 
 
 def _tile(per_expert: float, compiled: Sequence[Instance]) -> Instance:

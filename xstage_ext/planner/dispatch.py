@@ -21,14 +21,18 @@ WARPS = 2
 
 
 @functools.lru_cache(maxsize=256)  # a decision asks several times
-def dispatch_of(problem: MoEProblem, profile: machine.MachineProfile) -> str:
-    """Which of `DISPATCHES`, by what was measured of both."""
+def dispatch_of(
+    problem: MoEProblem, profile: machine.MachineProfile, num_sms: int | None = None
+) -> str:
+    """Which of `DISPATCHES`, by what was measured of both; `num_sms`: at work, None: all."""
     if problem.remote == 0.0:
         return "pull"
+    sms = profile.gpu.num_sms if num_sms is None else num_sms
     least = floors(problem, profile)
-    busy = max(least.compute_us, least.weights_us)
+    # Fewer SMs take longer for arithmetic; memory and the link are busy with few.
+    busy = max(least.compute_us * profile.gpu.num_sms / sms, least.weights_us)
     link = egress_us(problem, profile, "pull") / max(busy, 1e-9)
-    many = problem.rows >= LEAST_ROWS * WARPS * profile.gpu.num_sms
+    many = problem.rows >= LEAST_ROWS * WARPS * sms
     rows, tokens = problem.remote * problem.topk, problem.sent_tokens  # of a token, on the link
     if link < LINK_FROM or rows < LEAST_REUSE * tokens:
         return "pull"
