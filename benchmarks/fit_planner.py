@@ -22,6 +22,7 @@ from render_readme import origin
 from xstage_ext import machine
 from xstage_ext.planner import ranking
 from xstage_ext.planner.choose import family_plan
+from xstage_ext.planner.dispatch import dispatch_of
 
 PENALTIES = (0.01, 0.03, 0.1)
 Families = dict[str, _plans.Measured]
@@ -38,11 +39,17 @@ def families_of(case: _plans.Case, profile: machine.MachineProfile) -> Families:
     return found
 
 
+def features_of(case: _plans.Case, profile: machine.MachineProfile) -> tuple[float, ...]:
+    """Of a configuration whose families' plans move tokens by the rule."""
+    problem = case.config.problem
+    return ranking.features(problem, profile, dispatch_of(problem, profile))
+
+
 def fit(
     cases: Sequence[_plans.Case], profile: machine.MachineProfile, penalty: float, source: str
 ) -> ranking.Ranking:
     """Weights from measured configurations."""
-    values = np.array([ranking.features(case.config.problem, profile) for case in cases])
+    values = np.array([features_of(case, profile) for case in cases])
     rows: dict[str, list[list[float]]] = {name: [] for name in ranking.FAMILIES}
     logs: dict[str, list[float]] = {name: [] for name in ranking.FAMILIES}
     for case, value in zip(cases, values, strict=True):
@@ -78,7 +85,7 @@ def regrets(
     costs = []
     for case in cases:
         found = families_of(case, profile)
-        told = rule.log_times(ranking.features(case.config.problem, profile))
+        told = rule.log_times(features_of(case, profile))
         chosen = min((name for name in told if name in found), key=lambda name: told[name])
         cost = cost_of(case.rivals, found[chosen])
         if cost is not None:

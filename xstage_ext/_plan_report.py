@@ -12,7 +12,6 @@ from ._attention_report import AttentionReport
 from ._burst_report import HEAD, LAW, BurstReport, beyond_measurement
 from .machine import MachineProfile
 from .model import BurstGap, burst_shadow
-from .planner import measured
 from .planner.attention_choice import AttentionProblem
 from .planner.choose import (
     RING_BYTES,
@@ -22,7 +21,7 @@ from .planner.choose import (
     predicted_us,
     profile_here,
 )
-from .planner.megamoe import MegaMoePlan
+from .planner.megamoe import MegaMoePlan, check_given
 from .planner.problem import MoEProblem
 from .simulate import (
     TILE_COLUMNS,
@@ -51,8 +50,11 @@ class PlanReport:
     simulation: Simulation
     beyond: str | None = None
     """What of this problem the profile has not seen (`beyond_measurement`)."""
-    timed: str | None = None
-    """What the entry of a table of plans says of itself, if one decided (XSTAGE_PLANS)."""
+
+    @property
+    def timed(self) -> str | None:
+        """What the entry of a table of plans says of itself, if one decided (XSTAGE_PLANS)."""
+        return self.decision.timed
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types for JSON."""
@@ -101,7 +103,7 @@ class PlanReport:
 
     def judged_by(self) -> str:
         """Where the expected times come from."""
-        given = ", ".join(self.decision.given)
+        given = ", ".join(name for name in self.decision.given if name != "dispatch")
         besides = f", without what is given ({given})" if given else ""
         if self.timed is None:
             return f"a ranking fitted to measurements{besides}"
@@ -213,8 +215,8 @@ def plan_report(
         )
     if isinstance(problem, AttentionProblem):
         return AttentionReport.of(problem, profile, overrides)
+    check_given(overrides)
     profile = profile_here() if profile is None else profile
-    timed = measured.find(measured.asked_for(), problem, profile.gpu.name)
     decision = choose(problem, profile, **overrides)
     simulation = simulate_megamoe(
         decision.plan, problem.even_counts(), profile, trace=True, num_tokens=problem.load
@@ -227,8 +229,7 @@ def plan_report(
     )
     bursts = burst_reports(decision.plan, profile, problem.remote)
     beyond = beyond_measurement(profile, problem.world)
-    source = None if timed is None else timed.source
-    return PlanReport(problem, decision, alternatives, bursts, simulation, beyond, source)
+    return PlanReport(problem, decision, alternatives, bursts, simulation, beyond)
 
 
 def draw_timeline(

@@ -13,7 +13,7 @@ from .errors import XStageError
 from .machine import MachineProfile
 from .planner import measured, ranking
 from .planner.choose import family_plan
-from .planner.megamoe import MegaMoePlan
+from .planner.megamoe import DISPATCHES, MegaMoePlan
 from .planner.problem import MoEProblem
 from .testing import time_arms
 from .workspace import SymmetricWorkspace, region_bytes
@@ -71,12 +71,14 @@ def tune(
         for family in families
     }
     today = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
-    return measured.entry(problem, profile.gpu.name, us, f"{today}, {' '.join(sys.argv[1:])}")
+    source = f"{today}, {' '.join(sys.argv[1:])}"
+    dispatch = DISPATCHES[next(iter(plans)).dispatch]  # of all of them
+    return measured.entry(problem, profile.gpu.name, us, source, dispatch)
 
 
 def text(problem: MoEProblem, profile: MachineProfile, entry: measured.Entry) -> str:
     """The times, the fastest first, and what the ranking would have chosen."""
-    ranked = next(iter(ranking.relative_times(problem, profile)))
+    ranked = next(iter(ranking.relative_times(problem, profile, entry.dispatch)))
     lines = [
         f"{problem.load} tokens per rank, {problem.world} ranks; median us, ranking's choice *"
     ]

@@ -94,6 +94,9 @@ def test_given_fields_reach_every_alternative_and_the_reason():
     assert reason.endswith("given: num_sms") and "measure" not in reason and "%" not in reason
     assert "without what is given (num_sms)" in report.text()
     assert report.as_dict()["decision"]["given"] == ("num_sms",)
+    # The ranking knows who moves tokens.
+    text = _plan_report.plan_report(MOE, PROFILE, num_sms=32, dispatch=1).text()
+    assert "given: dispatch, num_sms" in text and "without what is given (num_sms)" in text
 
 
 def test_families_that_contradict_what_is_given_are_left_out():

@@ -140,6 +140,12 @@ def test_overrides_are_taken() -> None:
         choose(LARGE, PROFILE, lead_blocks=100, schedule=1, h_ring_blocks=20)
     with pytest.raises(PlanError, match="speed: not a field of MegaMoePlan"):
         choose(LARGE, PROFILE, speed=3)
+    with pytest.raises(PlanError, match="dispatch: expected an integer from 0 to 1 .*, got 2"):
+        choose(LARGE, PROFILE, dispatch=2)
+    with pytest.raises(PlanError, match="num_sms: expected an integer from 1 to .*, got 0"):
+        choose(LARGE, PROFILE, num_sms=0)
+    with pytest.raises(PlanError, match="block_q: not a field of MegaMoePlan"):
+        next(candidates(LARGE, PROFILE, overrides={"block_q": 3}))
 
 
 def test_same_problem_same_plan() -> None:
@@ -221,6 +227,40 @@ def test_who_moves_tokens_is_decided_for_the_sms_at_work() -> None:
     plan = planner.family_plan(some, PROFILE, fields)
     assert (plan.num_sms, plan.dispatch) == (112, 1)
     assert planner.family_plan(some, PROFILE, fields, given={"dispatch": 0}).dispatch == 0
+
+
+def test_families_are_ranked_as_the_plan_moves_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the link's time of what is given, or follows from it; without either by the rule."""
+    some = dataclasses.replace(LINK, max_tokens=2048, remote_share=0.6, token_sets=7)
+    link = {name: ranking.features(some, PROFILE, name)[0] for name in ("pull", "push")}
+    assert link["push"] < link["pull"] - 0.05
+    between = sum(link.values()) / 2
+    weights = {"inter paced 48": [between, 0, 0, 0, 0, 0], "wave st 64": [0.0, 1, 0, 0, 0, 0]}
+    ends = [(-9.0, between), (-9.0, 9.0), (-9.0, 9.0)]
+    rule = Ranking(dict.fromkeys(FAMILIES, [9.0] + [0.0] * 5) | weights, ends, "made up")
+    monkeypatch.setattr(ranking, "fitted", lambda: rule)
+    planner._cached.cache_clear()
+    assert ranking.covers(some, PROFILE, "push") and not ranking.covers(some, PROFILE, "pull")
+    ends[0] = (-9.0, 9.0)
+    gain = 1.0 - math.exp(link["push"] - between)
+    for fields, family, dispatch in (
+        ({}, "inter paced 48", "pull"),
+        ({"dispatch": 0}, "inter paced 48", "pull"),
+        ({"dispatch": 1}, "wave st 64", "push"),
+        ({"num_sms": 112}, "wave st 64", "push"),
+        ({"num_sms": 112, "dispatch": 0}, "inter paced 48", "pull"),
+    ):
+        decision = choose(some, PROFILE, **fields)
+        assert (decision.family, decision.dispatch) == (family, dispatch), fields
+        assert dict(decision.expected) == ranking.relative_times(some, PROFILE, dispatch)
+        # Who moves tokens otherwise than the rule says was not measured so.
+        assert decision.covered == (fields in ({}, {"dispatch": 0}))
+        assert ("by measurements of" in decision.reason) == decision.covered
+    pushed = dataclasses.replace(some, max_tokens=8192)
+    assert link["push"] == pytest.approx(ranking.features(pushed, PROFILE, "push")[0])
+    decision = choose(pushed, PROFILE, dispatch=1)
+    assert decision.covered and f"takes {gain:.1%} less than the best inter" in decision.reason
+    planner._cached.cache_clear()
 
 
 def test_bytes_by_hand() -> None:

@@ -364,7 +364,7 @@ def test_labels_follow_the_planner(benchmarks, monkeypatch):
     ]
     wanted = "wave st 128"
     ranked = dict.fromkeys([wanted, *sweep.ranking.FAMILIES], 1.0)
-    monkeypatch.setattr(sweep.ranking, "relative_times", lambda problem, profile: ranked)
+    monkeypatch.setattr(sweep.ranking, "relative_times", lambda *_: ranked)
     sweep.choose._cached.cache_clear()
     planner, serial, rest = label.relabel(lines, PROFILE)
     sweep.choose._cached.cache_clear()

@@ -6,7 +6,9 @@ import dataclasses
 import json
 import math
 import pathlib
+import types
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+import xstage_ext
 from xstage_ext import MegaMoE, _tune_moe, cli, machine
 from xstage_ext._trace_moe import MoETensors
 from xstage_ext.errors import PlanError
@@ -30,7 +33,7 @@ LAYER = MoEProblem(
 
 def slowest_first() -> dict[str, float]:
     """The ranking's order upside down."""
-    names = list(ranking.relative_times(LAYER, PROFILE))
+    names = list(ranking.relative_times(LAYER, PROFILE, "pull"))
     return {name: 100.0 + us for us, name in enumerate(reversed(names))}
 
 
@@ -49,7 +52,9 @@ def test_the_planner_follows_the_table(table: pathlib.Path) -> None:
     assert dict(decision.expected)[wanted] == 1.0
     assert "by measurements of this one" in decision.reason
     other = dataclasses.replace(LAYER, hidden=4096)
-    assert choose(other, PROFILE).family == next(iter(ranking.relative_times(other, PROFILE)))
+    assert choose(other, PROFILE).family == next(
+        iter(ranking.relative_times(other, PROFILE, "pull"))
+    )
 
 
 def test_a_changed_table_counts_at_once(table: pathlib.Path) -> None:
@@ -66,6 +71,26 @@ def test_overrides_go_before_the_table(table: pathlib.Path) -> None:
         assert (plan.schedule, plan.num_sms) == (schedule, 64)
 
 
+def test_times_count_for_plans_that_move_tokens_alike(table: pathlib.Path) -> None:
+    """Of several entries the nearest that does; where none does, the ranking decides."""
+    wanted, ranked = next(iter(slowest_first())), ranking.relative_times(LAYER, PROFILE, "push")
+    other = choose(LAYER, PROFILE, dispatch=1)
+    assert (dict(other.expected), other.timed, other.covered) == (ranked, None, False)
+    assert "measurements" not in other.reason
+    pulled = choose(LAYER, PROFILE, dispatch=0)
+    assert (pulled.family, pulled.timed, pulled.covered) == (wanted, "made up", True)
+    times = dict.fromkeys(ranking.FAMILIES, 7.0) | {"wave paced 64": 6.0}
+    more = dataclasses.replace(LAYER, tokens=2500)
+    measured.add(table, measured.entry(more, GPU, times, "pushed", "push"))
+    pushed = choose(LAYER, PROFILE, dispatch=1)
+    assert (pushed.family, pushed.timed, pushed.covered) == ("wave paced 64", "pushed", True)
+    assert "by measurements of this one" in pushed.reason and pushed.plan.dispatch == 1
+    assert choose(more, PROFILE).timed == "made up"
+    report = xstage_ext.plan_report(LAYER, PROFILE, dispatch=1)
+    assert report.timed == "pushed" and report.as_dict()["timed"] == "pushed"
+    assert "XSTAGE_PLANS: pushed), and" in report.text()
+
+
 @given(st.integers(1, 1 << 20), st.lists(st.integers(1, 1 << 20), min_size=1, max_size=5))
 def test_the_nearest_number_of_tokens_counts(tokens: int, timed: list[int]) -> None:
     problem = dataclasses.replace(LAYER, max_tokens=1 << 20, tokens=tokens)
@@ -73,21 +98,21 @@ def test_the_nearest_number_of_tokens_counts(tokens: int, timed: list[int]) -> N
         measured.entry(dataclasses.replace(problem, tokens=one), GPU, {"wave st 64": 1.0})
         for one in timed
     ]
-    found = measured.find(entries, problem, GPU)
+    found = next(iter(measured.near(entries, problem, GPU)), None)
     ratios = [max(one / tokens, tokens / one) for one in timed]
     if found is None:
         assert min(ratios) > measured.NEAR * 0.999
     else:
         ratio = max(found.tokens / tokens, tokens / found.tokens)
         assert ratio == pytest.approx(min(ratios)) and ratio <= measured.NEAR * 1.001
-    assert measured.find(entries, problem, "another GPU") is None
+    assert measured.near(entries, problem, "another GPU") == ()
 
 
 def test_files_come_back_as_written(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "plans.json"
     entries = [
-        measured.entry(dataclasses.replace(LAYER, tokens=tokens), GPU, slowest_first(), "x")
-        for tokens in (10, 1000)
+        measured.entry(dataclasses.replace(LAYER, tokens=tokens), GPU, slowest_first(), "x", how)
+        for tokens, how in ((10, "pull"), (1000, "push"))
     ]
     measured.save(path, entries)
     assert measured.load(path) == tuple(entries)
@@ -131,11 +156,21 @@ def test_times_are_positive_numbers(table: pathlib.Path, us: Any) -> None:
         choose(LAYER, PROFILE)
 
 
-@pytest.mark.parametrize("field", [{"tokens": 64.9}, {"tokens": 0}, {"us": {}}, {"wrold": 2}])
+@pytest.mark.parametrize(
+    "field",
+    [{"tokens": 64.9}, {"tokens": 0}, {"us": {}}, {"wrold": 2}, {"dispatch": "throw"}],
+)
 def test_entries_are_read_strictly(table: pathlib.Path, field: dict[str, Any]) -> None:
     alter(table, **field)
     with pytest.raises(PlanError, match="table of plans"):
         choose(LAYER, PROFILE)
+
+
+def test_entries_without_a_dispatch_were_pulled(table: pathlib.Path) -> None:
+    data = json.loads(table.read_text())
+    assert data["plans"][0].pop("dispatch") == "pull"
+    table.write_text(json.dumps(data))
+    assert choose(LAYER, PROFILE).timed == "made up"
 
 
 def test_families_of_other_versions_are_refused(table: pathlib.Path) -> None:
@@ -147,21 +182,21 @@ def test_families_of_other_versions_are_refused(table: pathlib.Path) -> None:
 def test_entries_may_repeat(table: pathlib.Path) -> None:
     again = measured.entry(LAYER, GPU, {"wave st 64": 1.0})
     measured.save(table, [*measured.load(table), again])
-    assert measured.find(measured.load(table), LAYER, GPU) == measured.load(table)[0]
+    assert measured.near(measured.load(table), LAYER, GPU)[0] == measured.load(table)[0]
 
 
 def test_remote_shares_are_told_apart(table: pathlib.Path) -> None:
     other = dataclasses.replace(LAYER, remote_share=0.0)
-    assert measured.find(measured.load(table), other, GPU) is None
+    assert measured.near(measured.load(table), other, GPU) == ()
     measured.add(table, measured.entry(other, GPU, {"wave st 64": 1.0}))
     assert len(measured.load(table)) == 2
     same = dataclasses.replace(LAYER, remote_share=0.5)
-    assert measured.find(measured.load(table), same, GPU) == measured.load(table)[0]
+    assert measured.near(measured.load(table), same, GPU)[0] == measured.load(table)[0]
 
 
 def test_a_proxy_of_many_ranks_finds_nothing(table: pathlib.Path) -> None:
     proxy = dataclasses.replace(LAYER, token_sets=7)
-    assert measured.find(measured.load(table), proxy, GPU) is None
+    assert measured.near(measured.load(table), proxy, GPU) == ()
 
 
 def test_a_gpu_takes_its_own_entries(table: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,6 +220,7 @@ def test_tuning_times_every_family_and_layers_use_it(
     entry = _tune_moe.tune(problem, PROFILE, tensors, pairs=2, device="cpu")
     assert {name for name, _ in entry.us} == ranking.FAMILIES.keys()
     assert entry.us[0][1] == min(us for _, us in entry.us) > 0
+    assert entry.dispatch == "pull"
     text = _tune_moe.text(problem, PROFILE, entry)
     assert all(name in text for name in ranking.FAMILIES) and text.count("\n*") == 1
     path = tmp_path / "plans.json"
@@ -200,6 +236,20 @@ def test_tuning_times_every_family_and_layers_use_it(
 def test_tune_and_trace_need_a_gpu(command: str) -> None:
     result = CliRunner().invoke(cli.app, [command, "128x64x4x2", "--tokens", "16"])
     assert str(result.exception).startswith(f"xstage {command}: needs a GPU; ")
+
+
+def test_tuning_notes_who_moved_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer whose tokens are pushed, by the rule; nothing runs here."""
+    link = dataclasses.replace(LAYER, intermediate=64)
+    assert choose(link, PROFILE).dispatch == "push"
+    took = types.SimpleNamespace(us_median=5.0)
+    monkeypatch.setattr(_tune_moe, "time_arms", lambda calls, pairs: dict.fromkeys(calls, took))
+    monkeypatch.setattr(_tune_moe, "SymmetricWorkspace", MagicMock())
+    monkeypatch.setattr(torch.ops.xstage, "megamoe", lambda *_: torch.zeros(1))
+    entry = _tune_moe.tune(link, PROFILE, MagicMock())
+    assert entry.dispatch == "push"
+    first = next(iter(ranking.relative_times(link, PROFILE, "push")))
+    assert f"* {first}" in _tune_moe.text(link, PROFILE, entry)
 
 
 def tune_on_the_cpu(monkeypatch: pytest.MonkeyPatch, out: pathlib.Path, order: list[str]) -> Any:

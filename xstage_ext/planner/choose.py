@@ -73,6 +73,8 @@ class Decision:
         "pull" or "push", which the plan holds as a number.
     covered : bool
         Whether such plans were timed, with this layer or with layers like it.
+    timed : str or None
+        What the entry of a table of plans says of itself, if one decided (XSTAGE_PLANS).
     """
 
     action: str
@@ -87,6 +89,7 @@ class Decision:
     given: tuple[str, ...] = ()
     covered: bool = True
     dispatch: str = "pull"
+    timed: str | None = None
 
 
 @functools.cache  # a library stays as it was loaded
@@ -110,8 +113,8 @@ def choose(
     """Decide schedule, lead, ring sizes and the way to store; under a millisecond, then cached.
 
     Families of plans are ranked by what was timed on this machine where XSTAGE_PLANS names a table
-    that holds the layer (`measured.py`), else by the ranking that the package ships. A profile that
-    does not ship is read at first: milliseconds.
+    that holds the layer with tokens moved alike (`measured.py`), else by the ranking that the
+    package ships. A profile that does not ship is read at first: milliseconds.
 
     Parameters
     ----------
@@ -132,8 +135,8 @@ def choose(
     if profile is None:
         profile = profile_here()
     given = tuple(sorted(overrides.items()))
-    timed = measured.find(measured.asked_for(), problem, profile.gpu.name)
-    return _cached(_Asked(problem, profile, ring_bytes, given, timed))
+    table = measured.near(measured.asked_for(), problem, profile.gpu.name)
+    return _cached(_Asked(problem, profile, ring_bytes, given, table))
 
 
 def profile_here() -> machine.MachineProfile:
@@ -154,7 +157,7 @@ class _Asked:
     profile: machine.MachineProfile
     ring_bytes: int
     given: tuple[tuple[str, int], ...]
-    timed: measured.Entry | None
+    table: tuple[measured.Entry, ...]
 
 
 @functools.lru_cache(maxsize=256)
@@ -163,28 +166,41 @@ def _cached(asked: _Asked) -> Decision:
     return _decide(asked, dict(asked.given))
 
 
-def _decide(asked: _Asked, overrides: Mapping[str, int]) -> Decision:
-    problem, profile, timed = asked.problem, asked.profile, asked.timed
-    told = ranking.relative_times(problem, profile) if timed is None else timed.relative
-    family, plan = next(family_plans(problem, profile, asked.ring_bytes, overrides, list(told)))
+def _decide(asked: _Asked, overrides: dict[str, int]) -> Decision:
+    """Families are judged as the plan will move tokens: by a table of plans that did, else by the
+    ranking."""
+    check_given(overrides)
+    problem, profile = asked.problem, asked.profile
+    plan_of = functools.partial(family_plans, problem, profile, asked.ring_bytes)
+    grid = _grid(problem, profile, ranking.DEFAULTS["idle_sms"], overrides)
+    moved, dispatch = {"dispatch": grid["dispatch"]}, DISPATCHES[grid["dispatch"]]
+    timed = next((entry for entry in asked.table if entry.dispatch == dispatch), None)
+    if timed is not None:
+        told, alike, layers = timed.relative, True, "this one"
+    else:
+        told = ranking.relative_times(problem, profile, dispatch)
+        alike = ranking.covers(problem, profile, dispatch)
+        layers = "like layers" if alike else "other layers (none like it was measured)"
+    family, plan = next(plan_of(overrides | moved, list(told)))
     usual = plan
-    if overrides:
-        _, usual = next(family_plans(problem, profile, asked.ring_bytes, {}, [family]))
-    alike = timed is not None or ranking.covers(problem, profile)
+    if overrides:  # plans that the ranking was fitted to moved tokens by the rule
+        _, usual = next(plan_of({} if timed is None else moved, [family]))
+    as_timed = plan == usual
     least = floors(problem, profile)
     return Decision(
         action=SCHEDULES[plan.schedule],
         family=family,
         plan=plan,
-        reason=_reason(asked, family, plan, told, least, plan == usual, alike),
+        reason=_reason(asked, family, plan, told, least, layers if as_timed else None),
         expected=tuple(told.items()),
         floors=least,
         bytes=plan.bytes(),
         profile=profile.name,
         provenance=profile.provenance,
         given=tuple(overrides),
-        covered=alike and plan == usual,
-        dispatch=DISPATCHES[plan.dispatch],
+        covered=alike and as_timed,
+        dispatch=dispatch,
+        timed=None if timed is None else timed.source,
     )
 
 
@@ -194,25 +210,21 @@ def _reason(
     plan: MegaMoePlan,
     told: Mapping[str, float],
     least: Floors,
-    as_timed: bool,
-    alike: bool,
+    timed_with: str | None,
 ) -> str:
-    """`as_timed`: the plan is as its family was timed; what is given changes nothing. `alike`:
-    such plans were timed with this layer or with layers like it."""
+    """`timed_with`: the layers with which such plans were timed; None: what is given changes them,
+    so nobody did."""
     schedule = ranking.FAMILIES[family]["schedule"]
     others = [us for name, us in told.items() if ranking.FAMILIES[name]["schedule"] != schedule]
     other = "interleaved" if plan.schedule == 0 else "wave"
     floor = f"{least.us:.{0 if least.us >= 10 else 2}f}"
     text = f"{least.binding} sets the floor ({floor} us)"
     text += f"; {SCHEDULES[plan.schedule]} with {STORES[plan.store]} stores"
-    if as_timed and others:
+    if timed_with is not None and others:
         gain = 1.0 - told[family] / min(others)
         text += f" takes {abs(gain):.1%} {'less' if gain >= 0 else 'more'} than the best {other}"
-    if as_timed and asked.timed is not None:
-        text += ", by measurements of this one"
-    elif as_timed:
-        of = "like layers" if alike else "other layers (none like it was measured)"
-        text += f", by measurements of {of}"
+    if timed_with is not None:
+        text += f", by measurements of {timed_with}"
     if plan.schedule == 1:
         text += f"; Linear-1 leads by {plan.lead_blocks} m-blocks"
     rows, tokens = asked.problem.remote * asked.problem.topk, asked.problem.sent_tokens
@@ -238,6 +250,7 @@ def candidates(
 ) -> Iterator[MegaMoePlan]:
     """Plans worth judging, each once; every one is possible."""
     given, names = dict(overrides or {}), list(ranking.FAMILIES)
+    check_given(given)
     yield from dict.fromkeys(
         plan for _, plan in family_plans(problem, profile, ring_bytes, given, names)
     )
@@ -250,8 +263,8 @@ def family_plans(
     given: Mapping[str, int],
     names: Sequence[str],
 ) -> Iterator[tuple[str, MegaMoePlan]]:
-    """The plan of every named family that agrees with the given schedule and store."""
-    check_given(given)
+    """The plan of every named family that agrees with the given (`check_given`) schedule and
+    store."""
     for kept in (("schedule", "store"), ("schedule",), ("store",), ()):
         agreeing = [
             name

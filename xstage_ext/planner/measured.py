@@ -14,6 +14,7 @@ import math
 import os
 import pathlib
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
@@ -47,6 +48,8 @@ class Entry:
         Families of plans (`ranking.FAMILIES`) and their medians, the fastest first.
     source : str
         When, by which command.
+    dispatch : str
+        How the plans moved tokens, of `DISPATCHES`.
     """
 
     gpu: str
@@ -55,6 +58,7 @@ class Entry:
     tokens: int
     us: tuple[tuple[str, float], ...]
     source: str = ""
+    dispatch: str = "pull"
 
     @property
     def relative(self) -> dict[str, float]:
@@ -77,6 +81,7 @@ class _Line:
     tokens: int
     us: dict[str, float]
     source: str = ""
+    dispatch: Literal["pull", "push"] = "pull"  # as all did when files had no such field
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,11 +89,13 @@ class _File:
     plans: tuple[_Line, ...]
 
 
-def entry(problem: MoEProblem, gpu: str, us: dict[str, float], source: str = "") -> Entry:
-    """From measured medians by family; PlanError for a proxy of many ranks, see `find`."""
+def entry(
+    problem: MoEProblem, gpu: str, us: dict[str, float], source: str = "", dispatch: str = "pull"
+) -> Entry:
+    """From measured medians by family; PlanError for a proxy of many ranks, see `near`."""
     if problem.token_sets != 1:
         raise PlanError(f"xstage tune: token_sets: expected 1, got {problem.token_sets}")
-    return Entry(gpu, *_layer_of(problem), problem.load, _fastest_first(us), source)
+    return Entry(gpu, *_layer_of(problem), problem.load, _fastest_first(us), source, dispatch)
 
 
 def _layer_of(problem: MoEProblem) -> tuple[tuple[int, ...], float]:
@@ -100,20 +107,20 @@ def _fastest_first(us: dict[str, float]) -> tuple[tuple[str, float], ...]:
     return tuple(sorted(us.items(), key=lambda pair: pair[1]))
 
 
-def find(entries: Sequence[Entry], problem: MoEProblem, gpu: str) -> Entry | None:
-    """The entry of this layer and GPU with the nearest number of tokens, if one is near. Tables
-    hold layers of ranks as they are, none in which few ranks stand in for many (`token_sets`)."""
+def near(entries: Sequence[Entry], problem: MoEProblem, gpu: str) -> tuple[Entry, ...]:
+    """Entries of this layer and GPU for about as many tokens, the nearest first. Tables hold
+    layers of ranks as they are, none in which few ranks stand in for many (`token_sets`)."""
     if problem.token_sets != 1:
-        return None
+        return ()
     layer, load = _layer_of(problem), max(problem.load, 1)
     alike = [one for one in entries if (one.layer, one.remote) == layer]
-    near = [
+    found = [
         (abs(math.log(one.tokens / load)), one.tokens, one)
         for one in alike
         if machine.gpu_key(one.gpu) == machine.gpu_key(gpu)
     ]
-    near = [found for found in near if found[0] <= math.log(NEAR) + 1e-9]
-    return min(near, key=lambda found: found[:2])[2] if near else None
+    found.sort(key=lambda item: item[:2])
+    return tuple(one for far, _, one in found if far <= math.log(NEAR) + 1e-9)
 
 
 def asked_for() -> tuple[Entry, ...]:
@@ -178,6 +185,7 @@ def load(path: pathlib.Path) -> tuple[Entry, ...]:
             tokens=line.tokens,
             us=_fastest_first(line.us),
             source=line.source,
+            dispatch=line.dispatch,
         )
         for line in lines
     )
@@ -189,7 +197,7 @@ def save(path: pathlib.Path, entries: Sequence[Entry]) -> None:
         {"gpu": one.gpu}
         | dict(zip(_LAYER, one.layer, strict=True))
         | {"remote_share": one.remote, "tokens": one.tokens}
-        | {"us": dict(one.us), "source": one.source}
+        | {"us": dict(one.us), "source": one.source, "dispatch": one.dispatch}
         for one in entries
     ]
     text = dumps({"plans": lines}, indent=1) + "\n"

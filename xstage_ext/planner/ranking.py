@@ -18,7 +18,6 @@ from collections.abc import Sequence
 
 from .. import machine
 from ..model import drain_GBps
-from .dispatch import dispatch_of
 from .problem import MoEProblem
 
 _FILE = pathlib.Path(__file__).with_name("megamoe_ranking.json")
@@ -63,13 +62,15 @@ about plans: docs/perf_log.md."""
 
 
 @functools.lru_cache(maxsize=256)  # a decision asks for times and whether they are covered
-def features(problem: MoEProblem, profile: machine.MachineProfile) -> tuple[float, ...]:
+def features(
+    problem: MoEProblem, profile: machine.MachineProfile, dispatch: str
+) -> tuple[float, ...]:
     """Logarithms: time on the link over arithmetic (at least `LEAST_LINK`), weights over
-    arithmetic, m-blocks of a rank.
+    arithmetic, m-blocks of a rank; `dispatch`, of `DISPATCHES`: how the plan moves tokens.
     """
     rate = float(drain_GBps(profile.mechanism("bulk"), profile.gpu.num_sms, True))
     compute_us = max(problem.flops, 1.0) / profile.rates.matrix_tflops["bf16"] / 1e6
-    link_us = max(problem.egress_bytes(dispatch_of(problem, profile)), 1.0) / rate / 1e3
+    link_us = max(problem.egress_bytes(dispatch), 1.0) / rate / 1e3
     weights_us = problem.weight_bytes / profile.rates.hbm_GBps / 1e3
     blocks = max(problem.rows, 1) / _ROWS
     link = max(link_us / compute_us, LEAST_LINK)
@@ -126,16 +127,18 @@ def fitted() -> Ranking:
     return Ranking(data["weights"], ranges, data["source"])
 
 
-def covers(problem: MoEProblem, profile: machine.MachineProfile) -> bool:
+def covers(problem: MoEProblem, profile: machine.MachineProfile, dispatch: str) -> bool:
     """Whether layers like this one were measured for its ranking."""
-    return fitted().covers(features(problem, profile))
+    return fitted().covers(features(problem, profile, dispatch))
 
 
-def relative_times(problem: MoEProblem, profile: machine.MachineProfile) -> dict[str, float]:
+def relative_times(
+    problem: MoEProblem, profile: machine.MachineProfile, dispatch: str
+) -> dict[str, float]:
     """Expected time of every family over that of the fastest, the fastest first."""
     if problem.remote == 0.0:
         return dict(AT_HOME)
-    logs = fitted().log_times(features(problem, profile))
+    logs = fitted().log_times(features(problem, profile, dispatch))
     least = min(logs.values())
     return {name: math.exp(logs[name] - least) for name in sorted(logs, key=lambda n: logs[n])}
 
