@@ -167,8 +167,7 @@ def _cached(asked: _Asked) -> Decision:
 
 
 def _decide(asked: _Asked, overrides: dict[str, int]) -> Decision:
-    """Families are judged as the plan will move tokens: by a table of plans that did, else by the
-    ranking."""
+    """Families are judged by plans that move tokens as this one will."""
     check_given(overrides)
     problem, profile = asked.problem, asked.profile
     plan_of = functools.partial(family_plans, problem, profile, asked.ring_bytes)
@@ -263,8 +262,7 @@ def family_plans(
     given: Mapping[str, int],
     names: Sequence[str],
 ) -> Iterator[tuple[str, MegaMoePlan]]:
-    """The plan of every named family that agrees with the given (`check_given`) schedule and
-    store."""
+    """The plan of every named family that agrees with a given schedule and store."""
     for kept in (("schedule", "store"), ("schedule",), ("store",), ()):
         agreeing = [
             name
@@ -329,9 +327,6 @@ def _base(
     return dataclasses.replace(plan, group_blocks=given.get("group_blocks", group))
 
 
-_GRID = ("block_m", "block_n", "cluster_size", "num_sms", "dispatch")
-
-
 def _grid(
     problem: MoEProblem,
     profile: machine.MachineProfile,
@@ -340,7 +335,8 @@ def _grid(
 ) -> dict[str, int]:
     """Tile and grid, and who moves tokens with so many SMs: as given, else chosen."""
     tile = _tile(problem.rows / problem.experts_per_rank, instances())
-    chosen = dataclasses.asdict(tile) | {name: given[name] for name in _GRID if name in given}
+    chosen = dataclasses.asdict(tile)
+    chosen |= {name: given[name] for name in (*chosen, "num_sms", "dispatch") if name in given}
     cluster = chosen["cluster_size"]
     chosen.setdefault("num_sms", (profile.gpu.num_sms - idle_sms) // cluster * cluster)
     if "dispatch" not in chosen:
