@@ -225,7 +225,8 @@ def time_plans(
             by_time = sorted(chosen, key=lambda name: float(np.median(seen[name])))
             kept = {*by_time[:MOST_KEPT], *always}
             chosen = [name for name in chosen if name in kept]
-        order = [*chosen, *(["serial"] if number % RARELY == 0 else [])]
+        rare = ["serial"] if "serial" in calls and number % RARELY == 0 else []
+        order = [*chosen, *rare]
         random.Random(f"{seed} {number}").shuffle(order)  # the same on every rank
         timings = time_arms({name: calls[name] for name in order}, pairs=1, warmup=0)
         sequence += [(name, timing.samples_us[0]) for name, timing in timings.items()]

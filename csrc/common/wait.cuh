@@ -77,15 +77,18 @@ __device__ __forceinline__ bool nobody_failed(Workspace const& workspace, WaitSi
 }
 
 // Spins until load() >= site.expected. load() carries the memory order of the wait. False when it is
-// to be given up; `end` is told why, unless this rank has failed already. The deadline is so many
-// eighths of the workspace's.
-template <int kEighths = 8, class Load, class End>
+// to be given up; `end` is told why, unless this rank has failed already. Who waits for roles of its
+// own rank, or does not know for whom, takes an eighth longer: a role that waits for a peer shall
+// speak first, though it may have begun to wait last.
+template <class Load, class End>
 __device__ __forceinline__ bool poll_until(Workspace const& workspace, WaitSite site, Load load,
                                            End end) {
   uint64_t seen = load();
   if (seen >= site.expected) return true;
   uint64_t const start_ns = global_timer_ns();
-  uint64_t const timeout_ns = static_cast<uint64_t>(workspace.timeout_ms) * 125000 * kEighths;
+  bool const names_a_peer = site.src_rank >= 0 && site.src_rank != workspace.rank;
+  uint64_t const timeout_ns =
+      static_cast<uint64_t>(workspace.timeout_ms) * 125000 * (names_a_peer ? 8 : 9);
   Control const* const control = workspace.control(workspace.rank);
   uint64_t waited_ns = 0;
   // One look at the rare conditions per 64 polls keeps the common case short.
@@ -113,23 +116,19 @@ __device__ __forceinline__ bool poll_until(Workspace const& workspace, WaitSite 
   return false;
 }
 
-// Who does not know for whom it waits, while another role does: that one shall speak first, though it
-// may have begun to wait last.
-constexpr int kPatient = 9;
-
 // The wait of one thread: false when it gave up.
-template <int kEighths = 8, class Load>
+template <class Load>
 __device__ __forceinline__ bool wait_until(Workspace const& workspace, WaitSite site, Load load) {
   auto const end = [&](WaitSite const& at, FaultKind kind, uint64_t seen, uint64_t waited_ns) {
     give_up(workspace, at, kind, seen, waited_ns);
   };
-  return poll_until<kEighths>(workspace, site, load, end);
+  return poll_until(workspace, site, load, end);
 }
 
 // The same by a whole warp, with one answer: a lane that gave up does not leave the others to
 // instructions that take all lanes. The vote comes first: values that the code behind the wait needs
 // must not have to survive the call, which costs registers.
-template <int kEighths = 8, class Load>
+template <class Load>
 __device__ __forceinline__ bool warp_wait_until(Workspace const& workspace, WaitSite site,
                                                 Load load) {
   FaultKind kind = FaultKind::kNone;
@@ -137,7 +136,7 @@ __device__ __forceinline__ bool warp_wait_until(Workspace const& workspace, Wait
   auto const end = [&](WaitSite const& at, FaultKind why, uint64_t saw, uint64_t ns) {
     site = at, kind = why, seen = saw, waited_ns = ns;
   };
-  bool const ok = poll_until<kEighths>(workspace, site, load, end);
+  bool const ok = poll_until(workspace, site, load, end);
   if (__all_sync(0xffffffffu, ok)) return true;
   if (kind != FaultKind::kNone) give_up(workspace, site, kind, seen, waited_ns);
   return false;

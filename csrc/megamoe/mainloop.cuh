@@ -43,8 +43,7 @@ __device__ __forceinline__ bool wait_for_operands(MegaMoeParams const& params,
   };
   auto const reach = [&](Phase phase, uint32_t const* word, int32_t target) {
     WaitSite const site{phase, -1, call.epoch, static_cast<uint64_t>(target)};
-    return wait_until<kPatient>(params.workspace, site,
-                                [&]() -> uint64_t { return ld_acquire_gpu(word); });
+    return wait_until(params.workspace, site, [&]() -> uint64_t { return ld_acquire_gpu(word); });
   };
   bool ok = true;
   if (tile.phase == TilePhase::kLinear1) {

@@ -120,8 +120,7 @@ __device__ __forceinline__ void pull_rows(MegaMoeParams const& params, CallState
     if (!row.slot_free) {
       announce();
       WaitSite const site{Phase::kDispatchRows, -1, call.epoch, whole_linear1(plan)};
-      if (!warp_wait_until<kPatient>(params.workspace, site,
-                                     [&] { return cursor.slot_state(row.block); })) {
+      if (!warp_wait_until(params.workspace, site, [&] { return cursor.slot_state(row.block); })) {
         return;
       }
     }

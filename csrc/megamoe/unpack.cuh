@@ -158,7 +158,7 @@ __device__ __forceinline__ void unpack_rows(MegaMoeParams const& params, CallSta
         WaitSite const slot{Phase::kDispatchRows, -1, call.epoch, whole_linear1(plan)};
         WaitSite const token{Phase::kDispatchRows, (rank + distance) % plan.world, call.epoch,
                              call.epoch};
-        if (!warp_wait_until<kPatient>(params.workspace, slot, [&]() -> uint64_t {
+        if (!warp_wait_until(params.workspace, slot, [&]() -> uint64_t {
               return mine ? cursor.slot_state(batch.block) : whole_linear1(plan);
             })) {
           return;

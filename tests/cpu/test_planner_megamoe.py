@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import pathlib
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -12,11 +14,12 @@ from hypothesis import strategies as st
 from xstage_ext import machine
 from xstage_ext.errors import PlanError
 from xstage_ext.planner import choose as planner
-from xstage_ext.planner import ranking
+from xstage_ext.planner import dispatch, ranking
 from xstage_ext.planner.choose import Instance, candidates, choose, floors
 from xstage_ext.planner.problem import MoEProblem
 from xstage_ext.planner.ranking import AT_HOME, FAMILIES, Ranking
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 PROFILE = machine.load("h200x2")
 LARGE = MoEProblem(
     world=8, num_experts=128, topk=4, hidden=4096, intermediate=1536, max_tokens=8192
@@ -229,6 +232,11 @@ def test_who_moves_tokens_is_decided_for_the_sms_at_work() -> None:
     assert planner.family_plan(some, PROFILE, fields, given={"dispatch": 0}).dispatch == 0
 
 
+def test_the_rule_counts_the_kernels_warps() -> None:
+    text = (ROOT / "csrc/megamoe/plan.h").read_text()
+    assert re.findall(r"\bkDispatchWarps = (\d+);", text) == [str(dispatch.WARPS)]
+
+
 def test_families_are_ranked_as_the_plan_moves_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the link's time of what is given, or follows from it; without either by the rule."""
     some = dataclasses.replace(LINK, max_tokens=2048, remote_share=0.6, token_sets=7)
@@ -243,7 +251,7 @@ def test_families_are_ranked_as_the_plan_moves_tokens(monkeypatch: pytest.Monkey
     assert ranking.covers(some, PROFILE, "push") and not ranking.covers(some, PROFILE, "pull")
     ends[0] = (-9.0, 9.0)
     gain = 1.0 - math.exp(link["push"] - between)
-    for fields, family, dispatch in (
+    for fields, family, moved in (
         ({}, "inter paced 48", "pull"),
         ({"dispatch": 0}, "inter paced 48", "pull"),
         ({"dispatch": 1}, "wave st 64", "push"),
@@ -251,8 +259,8 @@ def test_families_are_ranked_as_the_plan_moves_tokens(monkeypatch: pytest.Monkey
         ({"num_sms": 112, "dispatch": 0}, "inter paced 48", "pull"),
     ):
         decision = choose(some, PROFILE, **fields)
-        assert (decision.family, decision.dispatch) == (family, dispatch), fields
-        assert dict(decision.expected) == ranking.relative_times(some, PROFILE, dispatch)
+        assert (decision.family, decision.dispatch) == (family, moved), fields
+        assert dict(decision.expected) == ranking.relative_times(some, PROFILE, moved)
         # Who moves tokens otherwise than the rule says was not measured so.
         assert decision.covered == (fields in ({}, {"dispatch": 0}))
         assert ("by measurements of" in decision.reason) == decision.covered
