@@ -16,7 +16,7 @@ LEAST_REUSE = 1.1
 LEAST_ROWS, LINK_WITH_FEWER, REUSE_WITH_FEWER = 64, 1.5, 3.0
 """A first token takes longer by that copy. It is worth it where a dispatch warp has so many rows,
 or the link takes so much, or a token that was sent serves so many rows: docs/perf_log.md."""
-WARPS = 3
+WARPS = 2
 """Dispatch warps of an SM: kDispatchWarps of csrc/megamoe/plan.h."""
 
 
