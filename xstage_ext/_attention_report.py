@@ -10,7 +10,13 @@ from typing import Any
 from ._burst_report import HEAD, LAW, BurstReport, beyond_measurement
 from .machine import MachineProfile, load_here
 from .planner.attention import check_launch_fields
-from .planner.attention_choice import HEAD_DIMS, AttentionDecision, AttentionProblem, decide
+from .planner.attention_choice import (
+    HEAD_DIMS,
+    HEAD_DIMS_TEXT,
+    AttentionDecision,
+    AttentionProblem,
+    decide,
+)
 from .planner.attention_cost import Ends, Tiles, Way, sends, ways
 
 
@@ -111,10 +117,9 @@ class AttentionReport:
         d = self.decision
         lines = []
         if self.problem.head_dim not in HEAD_DIMS:
-            sizes = " and ".join(map(str, HEAD_DIMS))
             lines.append(
-                f"No kernel for head size {self.problem.head_dim} (compiled: {sizes}): torch and "
-                "NCCL run. With a kernel it would be:"
+                f"No kernel for head size {self.problem.head_dim} (compiled: {HEAD_DIMS_TEXT}): "
+                "torch and NCCL run. With a kernel it would be:"
             )
         told = d.predicted_us if self.ways else {"attention": d.predicted_us["attention"]}
         times = ", ".join(f"{name} {us:.1f}" for name, us in told.items())

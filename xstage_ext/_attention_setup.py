@@ -13,7 +13,13 @@ from ._attention_paths import Operands
 from .errors import PeerError, WorkspaceError, XStageError
 from .key_segments import segments_from_mask
 from .planner.attention import MAX_RANKS, AttentionPlan
-from .planner.attention_choice import HEAD_DIMS, AttentionDecision, AttentionProblem, decide
+from .planner.attention_choice import (
+    HEAD_DIMS,
+    HEAD_DIMS_TEXT,
+    AttentionDecision,
+    AttentionProblem,
+    decide,
+)
 from .support import describe, device_reason, natively, why_not
 
 IMPLS = ("auto", "fa3", "fa4", "torch")
@@ -51,8 +57,7 @@ def kernel_reason(problem: AttentionProblem, device: torch.device) -> str | None
         known = (torch.bfloat16, torch.float16, torch.float32)
         return None if problem.dtype in known else _dtype_reason(problem.dtype, known)
     if problem.head_dim not in HEAD_DIMS:
-        sizes = " and ".join(map(str, HEAD_DIMS))
-        return f"head_dim {problem.head_dim}: the kernels are compiled for {sizes}"
+        return f"head_dim {problem.head_dim}: the kernels are compiled for {HEAD_DIMS_TEXT}"
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return _dtype_reason(problem.dtype, (torch.bfloat16, torch.float16))
     if not has_kernel(f"{problem.generation}_a2a", device):
@@ -80,10 +85,9 @@ def _(problem: AttentionProblem, device: torch.device) -> str | None:
 @describe.register
 def _(problem: AttentionProblem, device: torch.device) -> str:
     if problem.head_dim not in HEAD_DIMS:  # the CPU takes any size
-        sizes = " and ".join(map(str, HEAD_DIMS))
         return (
             f"runs natively on the CPU, slow and exact; GPUs have no kernel for head size "
-            f"{problem.head_dim} (there are {sizes})"
+            f"{problem.head_dim} (there are {HEAD_DIMS_TEXT})"
         )
     decision = decide(problem)
     memory = workspace_bytes(decision.plan, problem)

@@ -18,6 +18,8 @@ from .attention_problem import AttentionProblem as AttentionProblem
 
 HEAD_DIMS = (64, 128)
 """Head sizes that the CUDA kernels are compiled for."""
+HEAD_DIMS_TEXT = " and ".join(map(str, HEAD_DIMS))
+"""The same in words."""
 
 
 @dataclasses.dataclass(frozen=True)
