@@ -17,6 +17,7 @@ from xstage_ext.model import BurstGap
 from xstage_ext.planner import attention_choice, choose
 from xstage_ext.planner.attention_cost import Tiles
 from xstage_ext.planner.megamoe import SCHEDULES, MegaMoePlan
+from xstage_ext.planner.problem import MoEProblem
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -296,19 +297,35 @@ def _costs(values: FloatArray) -> list[str]:
     return [str(len(values)), *(f"{value:.1%}" for value in cells)]
 
 
+def _families(
+    problem: MoEProblem, profile: machine.MachineProfile, decision: choose.Decision
+) -> dict[MegaMoePlan, str]:
+    """Names of a layer's plans, whatever label they were measured under. Where distances are cut
+    to the load, families share a plan: then that of the better rank."""
+    names = [name for name, _ in decision.expected]
+    found: dict[MegaMoePlan, str] = {}
+    for name, plan in choose.family_plans(problem, profile, choose.RING_BYTES, {}, names):
+        found.setdefault(plan, name)
+    return found
+
+
 def regret(lines: Sequence[Line], profile: machine.MachineProfile) -> Exhibit:
     """What the planner's choice costs over the best measured plan, fitted and held-out shapes."""
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     costs: dict[bool, list[tuple[float, str, str, str]]] = {False: [], True: []}
     alone: dict[bool, list[float]] = {False: [], True: []}
     for case in _plans.read(lines):
-        plan = choose.choose(case.config.problem, profile).plan
-        chosen = case.of(plan)
+        decision = choose.choose(case.config.problem, profile)
+        chosen = case.of(decision.plan)
         if chosen is None:
-            raise SystemExit(f"{case.config.name}: the planner's choice was not measured: {plan}")
+            raise SystemExit(
+                f"{case.config.name}: the planner's choice was not measured: {decision.plan}"
+            )
         best = min(case.rivals, key=lambda one: one.us)
         cost = _plans.regret(case.rivals, chosen)
-        costs[case.config.held_out].append((cost, case.config.name, chosen.name, best.name))
+        families = _families(case.config.problem, profile, decision)
+        names = [families.get(one.plan, one.name) for one in (chosen, best)]
+        costs[case.config.held_out].append((cost, case.config.name, *names))
         cost_alone = _plans.regret_alone(case.rivals, chosen)
         if cost_alone is not None:
             alone[case.config.held_out].append(cost_alone)
