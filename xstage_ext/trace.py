@@ -17,14 +17,14 @@ import torch
 
 from ._json import dumps
 
-TRACKS = ("phases", "math 0", "math 1", "pull")
-KINDS = ("", "tile", "prologue", "pull", "tail", "combine")
+TRACKS = ("phases", "math 0", "math 1", "rows")
+KINDS = ("", "tile", "prologue", "rows", "tail", "combine")
 _PHASES = ("", "linear-1", "linear-2")
 _COLORS = {
     "linear-1": "tab:blue",
     "linear-2": "tab:orange",
     "prologue": "tab:gray",
-    "pull": "tab:green",
+    "rows": "tab:green",
     "tail": "lightgray",
     "combine": "tab:purple",
 }
@@ -41,8 +41,8 @@ class Span:
     track, kind : str
         Of `TRACKS`; "linear-1", "linear-2" or one of `KINDS`.
     block, n : int
-        m-block and column tile; for "pull": block and row, or the first block of a group of
-        rows and 0 where tokens are pushed.
+        m-block and column tile; for "rows", a group that is copied into the x ring: the block of
+        the first of its batch, and 0.
     start_us, end_us : float
         From the first record of the call on.
     first_cycles, other_cycles, handing_cycles, all_cycles : int
@@ -131,7 +131,7 @@ class MegaMoETrace:
         axes, below = figure.subplots(
             2, 1, sharex=True, height_ratios=[0.5 * len(shown) + 1.5, 1.5]
         )
-        rows = {"math 0": 0.55, "math 1": 0.3, "phases": 0.05, "pull": 0.8}
+        rows = {"math 0": 0.55, "math 1": 0.3, "phases": 0.05, "rows": 0.8}
         bars: dict[tuple[float, str], list[tuple[float, float]]] = {}
         for s in self.spans:
             if s.cta in shown:
@@ -203,8 +203,8 @@ class MegaMoETrace:
             _spread("all ranks done", [s.end_us for s in self.of("tail")]),
             _spread("combine", [s.us for s in self.of("combine")]),
             _spread("call ends", [s.end_us for s in self.of("combine")]),
-            _spread("last row moved", _by_cta(self.of("pull"), max, "end_us")),
-            _spread("a row, or a group", [s.us for s in self.of("pull")]),
+            _spread("last row moved", _by_cta(self.of("rows"), max, "end_us")),
+            _spread("a group of rows", [s.us for s in self.of("rows")]),
         ]
         for kind in ("linear-1", "linear-2"):
             tiles = [s for s in self.of(kind) if s.track == "math 0"]

@@ -1,5 +1,5 @@
 // Dispatch: count and list the rows for every expert and tell the owners. Where they pull the rows
-// (pull.cuh), x is copied to where they can read it; where tokens are pushed (push.cuh), this rank
+// (receive.cuh), x is copied to where they can read it; where tokens are pushed (push.cuh), this rank
 // keeps the lists too.
 //
 // Roles: the prologue is run by all warps of every block, before the tiles; segments of x are

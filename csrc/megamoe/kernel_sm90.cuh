@@ -11,9 +11,8 @@
 //   prologue      all     168        dispatch.cuh: count, list, tell owners
 //   load          0       104        mainloop.cuh: one thread; TMA
 //   schedule      1       104        mainloop.cuh: one thread; tiles, waits for their operands
-//   dispatch      2, 3    104        pull.cuh: rows into the x ring; or push.cuh: tokens to their
-//                                    owners (warp 3), then unpack.cuh: tokens into the x ring;
-//                                    combine.cuh
+//   dispatch      2, 3    104        push.cuh: tokens to their owners (warp 3); receive.cuh: rows
+//                                    into the x ring; combine.cuh
 //   math          4-11    200        dispatch.cuh: segments of x, or push.cuh: first tokens (4-7);
 //                                    mainloop.cuh, epilogue_l1.cuh, epilogue_l2.cuh, combine.cuh
 //
@@ -38,13 +37,13 @@
 // Global protocol (layout.h has the regions and why two banks suffice): writer, order -> reader
 //   kDispatchSignals  last block of a source, fence.sys, relaxed -> every block, acquire.sys: its
 //                 counts and lists are here
-//   kStaged       last block of a source, fence.sys, relaxed -> pull: a segment of its tokens is
+//   kStaged       last block of a source, fence.sys, relaxed -> dispatch warps: a segment of its tokens is
 //                 readable
-//   kTokenHere    who sends a token, st.release.sys -> unpack, acquire.sys: it is in its place
-//   kTickets, kRowTickets  atomics: the next cluster tile of the sequence; the next rows to unpack
-//   kArrived      pull or unpack, red.release.gpu -> scheduler, acquire + proxy fence
+//   kTokenHere    who sends a token, st.release.sys -> dispatch warps, acquire.sys: it is there
+//   kTickets, kRowTickets  atomics: the next cluster tile of the sequence; the next rows to copy
+//   kArrived      dispatch warps, red.release.gpu -> scheduler, acquire + proxy fence
 //   kLinear1Done  math warps, red.release.gpu -> scheduler (operands of Linear-2), acquire + proxy
-//                 fence; pull or unpack, acquire (x ring slot free)
+//                 fence; dispatch warps, acquire (x ring slot free)
 //   kLinear2Done  math warps, red.relaxed.gpu, their reads being over -> scheduler (h ring slot)
 //   from[rank]    last block of a rank, fence.sys, relaxed -> every block of every rank, combine
 // Requires: all CTAs co-resident (cooperative launch); pairs of CTAs in a cluster; plan fields
@@ -56,9 +55,8 @@
 #include "epilogue_l1.cuh"
 #include "epilogue_l2.cuh"
 #include "mainloop.cuh"
-#include "pull.cuh"
 #include "push.cuh"
-#include "unpack.cuh"
+#include "receive.cuh"
 
 namespace xstage {
 
@@ -202,14 +200,9 @@ __device__ __forceinline__ int32_t tokens_of(MegaMoeParams const& params) {
 template <bool kTrace>
 __device__ __forceinline__ void dispatch_rows(MegaMoeParams const& params, CallState const& call,
                                               MegaMoeShared& shared) {
-  if (params.plan.dispatch == kPush) {
-    if (threadIdx.x >= 32 * (MegaMoeTraits::kFirstDispatchWarp + 1)) {
-      push_tokens(params, call, shared);
-    }
-    unpack_rows<kTrace>(params, call, shared);
-  } else {
-    pull_rows<kTrace>(params, call, shared);
-  }
+  bool const sends = threadIdx.x >= 32 * (MegaMoeTraits::kFirstDispatchWarp + 1);
+  if (params.plan.dispatch == kPush && sends) push_tokens(params, call, shared);
+  receive_rows<kTrace>(params, call, shared);
 }
 
 template <bool kTrace>

@@ -63,7 +63,7 @@ constexpr int32_t kRouteGroups = 16;
 #define XS_MEGAMOE_COUNTERS(X)                                                      \
   X(kGridBarriers, kNumGridBarriers, "arrivals of this rank's CTAs")                \
   X(kTickets, 1, "next cluster tile of the sequence")                               \
-  X(kRowTickets, 1, "push: next rows to unpack")                                    \
+  X(kRowTickets, 1, "next rows to copy into the x ring")                            \
   X(kSegmentsStaged, kMaxSegments, "CTAs that have copied their part of a segment") \
   X(kSendCounts, kRouteGroups* plan.num_experts, "rows by route group and expert")  \
   X(kSendCursors, kRouteGroups* plan.num_experts, "rows of them that are listed")   \

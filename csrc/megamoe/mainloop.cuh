@@ -15,9 +15,9 @@
 // kSplit: warpgroup 1 of both CTAs takes rows 64 to 127 of the first block, each half of the
 // columns.
 // Global protocol: before a tile's rows are loaded the scheduler acquires kArrived (Linear-1: its
-// rows are here, pulled or unpacked), kLinear2Done of the block that used the h ring slot before
-// (Linear-1), or kLinear1Done (Linear-2: all columns are here). kArrived counts rows, the others
-// Traits::kTileCount per tile.
+// rows are here), kLinear2Done of the block that used the h ring slot before (Linear-1), or
+// kLinear1Done (Linear-2: all columns are here). kArrived counts rows, the others Traits::kTileCount
+// per tile.
 #pragma once
 
 #include <cute/arch/cluster_sm90.hpp>

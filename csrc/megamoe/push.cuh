@@ -1,7 +1,7 @@
 // The push (plan.dispatch = 1), the sources' part: tokens of this rank into the memory of the ranks
 // that own their experts. A token travels once to each owner, however many of its experts live
 // there (once per set of an owner's experts, plan.token_sets); the owner copies it to where they
-// need it (unpack.cuh). So what dispatch puts on the link is a row per token and owner, not per
+// need it (receive.cuh). So what dispatch puts on the link is a row per token and owner, not per
 // choice.
 //
 // Tokens go in the order in which an owner needs them: its lists are walked by expert, and a token

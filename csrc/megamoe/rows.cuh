@@ -1,57 +1,10 @@
-// Rows of tokens: the walk over those that this rank received (pull.cuh, unpack.cuh), and copying by
-// whole warps, through registers (also push.cuh).
+// Rows of tokens, copied by whole warps, through registers (push.cuh, receive.cuh).
 #pragma once
 
-#include "params.h"
-#include "pipeline.cuh"
+#include <cstdint>
 
 namespace xstage {
 
-// Rows that this rank received, expert by expert, an expert's source after source; numbers only grow.
-// Whole warp; lane s < world follows source s.
-struct ReceivedRows {
-  MegaMoeParams const& params;
-  MegaMoeView own;
-  uint32_t const* rows;    // received, per local expert
-  uint32_t const* counts;  // of this lane's source, or null
-  int32_t bank;
-  int32_t expert = 0;
-  uint32_t source_rows = 0;    // of this lane's source for the expert
-  uint32_t source_before = 0;  // and for earlier ones
-  int32_t rows_before = 0;     // of earlier experts
-  int32_t blocks_before = 0;
-
-  __device__ __forceinline__ ReceivedRows(MegaMoeParams const& p, CallState const& call,
-                                          MegaMoeShared const& shared)
-      : params(p), own(p.view(p.workspace.rank)), rows(shared.rows), bank(call.bank) {
-    int32_t const lane = threadIdx.x % 32;
-    counts = lane < p.plan.world ? own.counts(p.plan, p.layout, bank, lane) : nullptr;
-    source_rows = counts ? __ldcg(counts) : 0;
-  }
-
-  // The first row behind this expert's.
-  __device__ __forceinline__ int32_t end() const {
-    return rows_before + static_cast<int32_t>(rows[expert]);
-  }
-  __device__ __forceinline__ void next_expert() {
-    rows_before += rows[expert];
-    blocks_before += ceil_div<int32_t>(rows[expert], MegaMoeTraits::kBlockM);
-    source_before += source_rows;
-    ++expert;
-    bool const more = counts != nullptr && expert < params.plan.experts_per_rank();
-    source_rows = more ? __ldcg(counts + expert) : 0;
-  }
-
-  // How far Linear-1 is with the block that held the x ring slot of `block` before: the slot is free
-  // at whole_linear1(plan).
-  __device__ __forceinline__ uint64_t slot_state(int32_t block) const {
-    int32_t const before = block - params.plan.x_ring_blocks;
-    if (before < 0) return whole_linear1(params.plan);
-    return ld_acquire_gpu(own.counter(params.layout, bank, MegaMoeCounter::kLinear1Done) + before);
-  }
-};
-
-constexpr int kRowBatch = 16;              // rows that are unpacked together, one per lane, at most
 constexpr int32_t kGroupBytes = 16 << 10;  // moved between two announcements
 
 // Up to 4 KiB of a row, in the registers of one warp: 16 bytes per lane and load. By assembly: the
@@ -118,6 +71,10 @@ __device__ __forceinline__ void move_rows(uint32_t lanes, int32_t row_bytes, Fro
 // A value of another lane.
 __device__ __forceinline__ int32_t of_lane(int32_t value, int lane) {
   return __shfl_sync(0xffffffffu, value, lane);
+}
+__device__ __forceinline__ char const* of_lane(char const* value, int lane) {
+  return reinterpret_cast<char const*>(
+      __shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(value), lane));
 }
 
 }  // namespace xstage

@@ -24,7 +24,7 @@ namespace xstage {
   X(epilogue1_us, "per Linear-1 tile: accumulators to activations, their stores, flags")   \
   X(epilogue2_us, "per Linear-2 tile: accumulators to staged results, flags")              \
   X(flag_us, "from a release on one SM until another one goes on")                         \
-  X(setup_us, "from the start of the kernel until tokens can be pulled")                   \
+  X(setup_us, "from the start of the kernel until tokens can move")                        \
   X(hbm_GBps, "reads from device memory by all SMs")                                       \
   X(hbm_sm_GBps, "the same by one SM at most")                                             \
   X(reuse_bytes, "an operand is in L2 if fewer bytes entered L2 since its last use")       \

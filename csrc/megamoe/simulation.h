@@ -1,12 +1,13 @@
 // Predicts one rank's megamoe call by running its schedule (schedule.h) against the Burst-Gap law.
 //
 // Mirror assumption: the other ranks do the same at the same time, so the peers pull from this rank
-// as fast as this rank pulls from them, and the answers share its egress with its own stores.
+// as fast as this rank pulls from them, and the answers share its egress with its own stores. So do
+// tokens that are pushed: they leave as fast as others come.
 //
 // A worker is a cluster. Per tile: wait for flags; main loop, which needs its arithmetic, its
 // operands from memory where L2 no longer has them, and loads that are not in a burst's shadow;
 // epilogue; for Linear-2 the stores, by the plan's mechanism. Workers meet in three fluid servers:
-// the egress link, device memory, and the pull of tokens in block order.
+// the egress link, device memory, and tokens, pulled or pushed, in block order.
 #pragma once
 
 #include <algorithm>

@@ -14,14 +14,13 @@ namespace xstage {
 constexpr int kTraceTracks = 4;
 constexpr int kTraceWords = 8;
 
-enum class TraceTrack : int { kPhases = 0, kMath0 = 1, kMath1 = 2, kPull = 3 };
+enum class TraceTrack : int { kPhases = 0, kMath0 = 1, kMath1 = 2, kRows = 3 };
 enum class TraceKind : int64_t {
   kNone = 0,
   kTile = 1,      // math: first stage there .. results handed over
   kPrologue = 2,  // from the start of the call on; handing over: ns until all counts were known
-  kPull = 3,      // warp 2: a row pulled (n: which of its block); or a group of rows unpacked
-                  // (block: of its batch's first row; n: 0)
-  kTail = 4,      // all tiles of this CTA done .. all ranks done
+  kRows = 3,  // warp 2: a group of rows copied into the x ring (block: of its batch's first row)
+  kTail = 4,  // all tiles of this CTA done .. all ranks done
   kCombine = 5,
 };
 

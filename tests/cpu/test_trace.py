@@ -12,7 +12,7 @@ from xstage_ext.trace import MegaMoETrace
 
 
 def records() -> torch.Tensor:
-    """Two CTAs: a prologue, a tile of each linear, an empty tile, a pull."""
+    """Two CTAs: a prologue, a tile of each linear, an empty tile, a group of rows."""
     words = torch.zeros(2, 4, 3, 8, dtype=torch.int64)
     words[0, 0, 0] = torch.tensor([2, 0, 1000, 11_000, 0, 0, 0, 0])
     words[0, 1, 0] = torch.tensor([1, 1 << 48 | 5 << 24 | 7, 11_000, 61_000, 10, 20, 30, 90_000])
@@ -24,14 +24,14 @@ def records() -> torch.Tensor:
 
 def test_reads_every_used_record() -> None:
     trace = MegaMoETrace.read(records())
-    assert [s.kind for s in trace.spans] == ["prologue", "linear-1", "linear-2", "empty", "pull"]
+    assert [s.kind for s in trace.spans] == ["prologue", "linear-1", "linear-2", "empty", "rows"]
     tile = trace.of("linear-1")[0]
     assert (tile.cta, tile.track, tile.block, tile.n) == (0, "math 0", 5, 7)
     assert (tile.start_us, tile.end_us) == (10.0, 60.0)
     assert (tile.first_cycles, tile.other_cycles, tile.handing_cycles) == (10, 20, 30)
-    pull = trace.of("pull", "pull")[0]
-    assert (pull.cta, pull.block, pull.n) == (1, 6, 127)
-    assert trace.of("pull", "math 0") == []
+    rows = trace.of("rows", "rows")[0]
+    assert (rows.cta, rows.block, rows.n) == (1, 6, 127)
+    assert trace.of("rows", "math 0") == []
 
 
 def test_chrome_json_and_picture(tmp_path: pathlib.Path) -> None:

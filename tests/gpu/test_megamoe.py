@@ -159,7 +159,7 @@ PLANS = [
     {"schedule": 0, "wave_blocks": 4, "group_blocks": 2, "x_ring_blocks": 2, "h_ring_blocks": 4},
     {"lead_blocks": 2, "group_blocks": 2, "x_ring_blocks": 2, "h_ring_blocks": 6, "mix": 0},
     {"num_sms": 2, "store": 2, "slice_rows": 8},
-    # Many tokens for a warp that sends, and a ring that is shorter than what it unpacks at a time.
+    # Many tokens for a warp that sends, and a ring that is shorter than what it copies at a time.
     {"dispatch": 1, "num_sms": 4, "store": 0},
     {
         "dispatch": 1,
