@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
 
-from ._json import NotNegative
+from ._json import Within
 from .errors import ProfileError
 
 FloatLike = npt.ArrayLike
 FloatArray = npt.NDArray[np.float64]
+
+# Limits far beyond any machine: what lies outside is a slip, and would only make absurd predictions
+# that take for ever or all memory.
+Microseconds = Annotated[float, Within(0, 1e4, "us")]
+Bytes = Annotated[float, Within(0, 1e12, "bytes")]
+RATES = Within(1, 1e6, "GB/s")
+_Producers = Annotated[float, Within(0, 1024, "producers")]
+_Value = Annotated[float, Within(0, 1e12)]
 
 
 def _floats(values: FloatLike) -> FloatArray:
@@ -35,8 +44,8 @@ class ProducerCurve:
     Below the first node it is proportional to K, above the last it is constant.
     """
 
-    producers: tuple[float, ...]
-    values: tuple[NotNegative, ...]
+    producers: tuple[_Producers, ...]
+    values: tuple[_Value, ...]
 
     def __post_init__(self) -> None:
         _check_nodes("producers", self.producers, len(self.values))
@@ -55,9 +64,9 @@ class IssueTable:
     and below the smallest B; above the largest B the last slope goes on (an SM issues at a rate).
     """
 
-    producers: tuple[float, ...]
-    nbytes: tuple[float, ...]
-    us: tuple[tuple[NotNegative, ...], ...]
+    producers: tuple[_Producers, ...]
+    nbytes: tuple[Bytes, ...]
+    us: tuple[tuple[Microseconds, ...], ...]
 
     def __post_init__(self) -> None:
         _check_nodes("producers", self.producers, len(self.us))

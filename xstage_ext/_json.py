@@ -14,23 +14,18 @@ from typing import Annotated, Any, Literal, NoReturn
 
 
 @dataclasses.dataclass(frozen=True)
-class AtLeast:
-    """A bound in an annotated type: numbers from `least` on, or only those above it."""
+class Within:
+    """Bounds in an annotated type: numbers from `least` to `most`, both included, in a unit."""
 
     least: float
-    itself: bool = True
+    most: float
+    unit: str = ""
 
     def __contains__(self, value: float) -> bool:
-        return value >= self.least if self.itself else value > self.least
+        return self.least <= value <= self.most
 
     def __str__(self) -> str:
-        return f"of {self.least:g} or more" if self.itself else f"above {self.least:g}"
-
-
-Positive = Annotated[float, AtLeast(0.0, itself=False)]
-NotNegative = Annotated[float, AtLeast(0.0)]
-Count = Annotated[int, AtLeast(1)]
-Size = Annotated[int, AtLeast(0)]
+        return f"{self.least:g} to {self.most:g} {self.unit}".rstrip()
 
 
 def build(kind: Any, value: Any, where: str, error: type[Exception]) -> Any:
@@ -40,7 +35,7 @@ def build(kind: Any, value: Any, where: str, error: type[Exception]) -> Any:
     ----------
     kind : type
         A dataclass, Literal of strings, `X | None`, `tuple[X, ...]`, `dict[str, X]`, `float`,
-        `int` or `str`; numbers also annotated with `AtLeast`.
+        `int` or `str`; numbers also annotated with `Within`.
     value : object
         What `json.loads` returned.
     where : str
@@ -91,7 +86,7 @@ class _Builder:
             return self._dataclass(typing.cast(type, kind), value, where)
         if origin is Annotated:
             number, bound = self.build(arguments[0], value, where), arguments[1]
-            return self._expect(number in bound, value, where, f"a number {bound}")
+            return self._expect(number in bound, value, where, f"a number of {bound}")
         if origin is Literal:
             return self._expect(value in arguments, value, where, f"one of {', '.join(arguments)}")
         if origin in (types.UnionType, typing.Union):

@@ -10,16 +10,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 import pathlib
 import typing
-from typing import Literal
+from typing import Annotated, Literal
 
 from . import _env
+from ._curves import RATES, Bytes, Microseconds
 from ._curves import FloatArray as FloatArray
 from ._curves import FloatLike as FloatLike
 from ._curves import IssueTable as IssueTable
 from ._curves import ProducerCurve as ProducerCurve
-from ._json import Count, NotNegative, Positive, Size, build, dump
+from ._json import Within, build, dump
 from .errors import ProfileError
 
 SCHEMA = 1
@@ -27,6 +29,11 @@ SCHEMA = 1
 
 Provenance = Literal["provisional", "measured", "default"]
 _PROFILES = pathlib.Path(__file__).parent / "profiles"
+
+# Limits as in _curves.py: far beyond any machine.
+GBps = Annotated[float, RATES]
+Tflops = Annotated[float, Within(10, 1e6, "TFLOP/s")]
+Size = Annotated[int, Within(0, 1e12, "bytes")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,17 +76,17 @@ class Mechanism:
     R_GBps: ProducerCurve
     Q_bytes: ProducerCurve
     Q_slowest_bytes: ProducerCurve
-    visibility_us: NotNegative
+    visibility_us: Microseconds
     R_both_GBps: ProducerCurve | None = None
     intervals: dict[str, Interval] = dataclasses.field(default_factory=dict)
-    shares: tuple[Positive, ...] = ()
+    shares: tuple[Annotated[float, Within(1e-3, 1e3)], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("R_GBps", "R_both_GBps"):
             curve = getattr(self, name)
-            if curve is not None and min(curve.values) <= 0.0:
+            if curve is not None and not all(value in RATES for value in curve.values):
                 raise ProfileError(
-                    f"machine profile: {name}: expected rates above 0, got {curve.values}"
+                    f"machine profile: {name}: expected rates of {RATES}, got {curve.values}"
                 )
 
     def extrapolates(self, K: float, B_bytes: float) -> list[str]:
@@ -112,9 +119,9 @@ class Shadow:
         that the wait has a ceiling; None when both use one queue and the whole burst goes first.
     """
 
-    base_us: NotNegative
+    base_us: Microseconds
     passed_bytes: ProducerCurve
-    cross_bytes: NotNegative | None
+    cross_bytes: Bytes | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,13 +133,13 @@ class Gpu:
 
     name: str
     capability: str
-    num_sms: Count
-    sm_clock_mhz: Positive
-    power_limit_w: NotNegative
+    num_sms: Annotated[int, Within(2, 1024, "SMs")]
+    sm_clock_mhz: Annotated[float, Within(1, 1e5, "MHz")]
+    power_limit_w: Annotated[float, Within(0, 1e5, "W")]
     l2_bytes: Size
     smem_bytes: Size
     link: str
-    link_nominal_GBps: NotNegative
+    link_nominal_GBps: Annotated[float, Within(0, RATES.most, "GB/s")]
     driver: str | None = None
 
 
@@ -159,14 +166,14 @@ class Rates:
         One direction by the copy engine: what a drained link carries at best.
     """
 
-    matrix_tflops: dict[str, Positive]
-    hbm_GBps: Positive
-    l2_GBps: Positive
-    tile_overhead_us: NotNegative
-    launch_us: NotNegative
-    flag_us: NotNegative
-    pull_GBps: Positive
-    copy_engine_GBps: Positive
+    matrix_tflops: dict[str, Tflops]
+    hbm_GBps: GBps
+    l2_GBps: GBps
+    tile_overhead_us: Microseconds
+    launch_us: Microseconds
+    flag_us: Microseconds
+    pull_GBps: GBps
+    copy_engine_GBps: GBps
 
     def __post_init__(self) -> None:
         if "bf16" not in self.matrix_tflops:
@@ -201,7 +208,7 @@ class MachineProfile:
     name: str
     provenance: Provenance
     source: str
-    world: Count
+    world: Annotated[int, Within(1, 1024, "GPUs")]
     gpu: Gpu
     # Dictionaries have no hash; equality compares them. The planner looks decisions up by profile.
     mechanisms: dict[str, Mechanism] = dataclasses.field(hash=False)
@@ -308,16 +315,21 @@ def load_here(source: str | pathlib.Path | None = None) -> MachineProfile:
     return load(source, name)
 
 
-@functools.cache
 def _read(chosen: str) -> MachineProfile:
-    path = pathlib.Path(chosen)
-    if path.suffix != ".json":
-        path = _PROFILES / f"{chosen}.json"
-    if not path.is_file():
+    path = chosen if chosen.endswith(".json") else os.path.join(_PROFILES, f"{chosen}.json")
+    if not os.path.isfile(path):
         raise ProfileError(
             f"machine profile: expected a JSON file or one of {', '.join(bundled())}, got {chosen}"
         )
-    return from_json(path.read_text(encoding="utf-8"), f"machine profile {path.name}")
+    facts = os.stat(path)
+    return _parsed(path, facts.st_ino, facts.st_size, facts.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=32)
+def _parsed(path: str, *state: int) -> MachineProfile:
+    """Cached until the file changes; `state` says that it has."""
+    text = pathlib.Path(path).read_text(encoding="utf-8")
+    return from_json(text, f"machine profile {os.path.basename(path)}")
 
 
 def _bundled_for(gpu_name: str) -> str:

@@ -43,6 +43,21 @@ def test_save_and_load_from_a_path(tmp_path):
     assert machine.load(path) == machine.load("h200x2")
 
 
+def test_a_file_that_changes_is_read_and_checked_again(tmp_path):
+    path = tmp_path / "mine.json"
+    machine.load("h200x2").save(path)
+    first = machine.load(path)
+    assert machine.load(path) is first
+    dataclasses.replace(first, source="another run").save(path)
+    assert machine.load(path).source == "another run"
+    path.write_text("{")
+    with pytest.raises(ProfileError, match="mine.json: not JSON"):
+        machine.load(path)
+    path.unlink()
+    with pytest.raises(ProfileError, match="expected a JSON file"):
+        machine.load(path)
+
+
 def test_environment_variable_chooses(tmp_path, monkeypatch):
     path = tmp_path / "mine.json"
     machine.load("h100").save(path)
@@ -80,18 +95,38 @@ def test_refuses_by_name(change, message):
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("rates hbm_GBps", -1.0, r"rates: hbm_GBps: expected a number above 0, got -1\.0"),
-        ("rates pull_GBps", 0, "rates: pull_GBps: expected a number above 0, got 0"),
-        ("rates launch_us", -100.0, "launch_us: expected a number of 0 or more, got -100"),
+        ("rates hbm_GBps", -1.0, r"rates: hbm_GBps: expected a number of 1 to 1e\+06 GB/s, got -1"),
+        ("rates hbm_GBps", 1e308, r"hbm_GBps: expected a number of 1 to 1e\+06 GB/s, got 1e\+308"),
+        ("rates pull_GBps", 0, r"rates: pull_GBps: expected a number of 1 to 1e\+06 GB/s, got 0"),
+        ("rates launch_us", -100.0, "launch_us: expected a number of 0 to 10000 us, got -100"),
+        ("rates flag_us", 1e12, "rates: flag_us: expected a number of 0 to 10000 us, got 10000000"),
         ("rates l2_GBps", 10**400, "l2_GBps: expected a finite number, got 1000"),
-        ("rates matrix_tflops bf16", 0.0, "matrix_tflops.bf16: expected a number above 0, got 0"),
-        ("rates matrix_tflops", {"fp8": 1.0}, "matrix_tflops: expected a bf16 rate, got fp8"),
-        ("gpu num_sms", 0, "gpu: num_sms: expected a number of 1 or more, got 0"),
+        (
+            "rates matrix_tflops bf16",
+            0.0,
+            r"bf16: expected a number of 10 to 1e\+06 TFLOP/s, got 0",
+        ),
+        ("rates matrix_tflops", {"fp8": 11.0}, "matrix_tflops: expected a bf16 rate, got fp8"),
+        ("gpu num_sms", 0, "gpu: num_sms: expected a number of 2 to 1024 SMs, got 0"),
+        ("gpu num_sms", 10**9, "gpu: num_sms: expected a number of 2 to 1024 SMs, got 10000000"),
         ("gpu l2_bytes", 10**400, "l2_bytes: expected an integer, got 1000"),
-        ("world", 0, "world: expected a number of 1 or more, got 0"),
-        ("mechanisms st visibility_us", -1.0, "visibility_us: expected a number of 0 or more"),
+        ("gpu l2_bytes", 10**13, r"l2_bytes: expected a number of 0 to 1e\+12 bytes, got 1000000"),
+        ("world", 0, "world: expected a number of 1 to 1024 GPUs, got 0"),
+        ("mechanisms st visibility_us", -1.0, "visibility_us: expected a number of 0 to 10000 us"),
         ("mechanisms st Q_bytes values", [1, -5, 1], r"Q_bytes: values\[1\]: expected .* got -5"),
-        ("mechanisms st R_both_GBps values", [0.0, 9.0], "R_both_GBps: expected rates above 0"),
+        (
+            "mechanisms st T0_us us",
+            [[1e9]],
+            r"us\[0\]\[0\]: expected a number of 0 to 10000 us, got 1",
+        ),
+        (
+            "mechanisms st T0_us producers",
+            [1e9],
+            r"producers\[0\]: expected .* 0 to 1024 producers",
+        ),
+        ("mechanisms st R_both_GBps values", [0.0, 9.0], r"R_both_GBps: expected rates of 1 to 1e"),
+        ("mechanisms st R_GBps values", [1e7] * 7, r"R_GBps: expected rates of 1 to 1e\+06 GB/s"),
+        ("shadow st/load base_us", 1e300, "st/load: base_us: expected a number of 0 to 10000 us"),
         ("shadow st/load cross_bytes", -1.0, "st/load: cross_bytes: expected a number of 0"),
     ],
 )
