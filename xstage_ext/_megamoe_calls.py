@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from ._arguments import lies_on
 from .planner.problem import MoEProblem
 
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -22,12 +24,28 @@ class Given(NamedTuple):
     out: torch.Tensor | None
 
 
-def accepted(given: Given, w13: torch.Tensor, w2: torch.Tensor) -> Given:
+def accepted(given: Given, w13: torch.Tensor, w2: torch.Tensor, device: torch.device) -> Given:
     """What either path takes, with routing weights in fp32; refuses what neither takes."""
     x, topk_idx, weights, num_tokens, out = given
+    tensors = {"x": x, "topk_idx": topk_idx, "topk_weights": weights, "w13": w13, "w2": w2}
+    if isinstance(num_tokens, torch.Tensor):
+        tensors["num_tokens"] = num_tokens
+    if out is not None:
+        tensors["out"] = out
+    check_tensors(tensors, device)
     check_types(x, topk_idx, weights)
     check_grad(x=x, topk_weights=weights, w13=w13, w2=w2)
     return Given(x, topk_idx, weights.float(), checked_num_tokens(num_tokens, x), out)
+
+
+def check_tensors(tensors: Mapping[str, object], device: torch.device) -> None:
+    """Tensors, and on the layer's device."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"xstage.megamoe: {name}: expected a tensor, got {tensor!r}")
+        if not lies_on(tensor, device):
+            text = f"expected a tensor on {device}, got one on {tensor.device}"
+            raise TypeError(f"xstage.megamoe: {name}: {text}")
 
 
 def check_types(x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> None:
@@ -63,7 +81,7 @@ def checked_num_tokens(num_tokens: object, x: torch.Tensor) -> int | torch.Tenso
                 f"got {num_tokens.dtype} {list(num_tokens.shape)}"
             )
         return num_tokens
-    if not isinstance(num_tokens, (int, np.integer)):
+    if not isinstance(num_tokens, (int, np.integer)) or isinstance(num_tokens, bool):
         text = f"expected an integer or a tensor of one, got {num_tokens!r}"
         raise TypeError(f"xstage.megamoe: num_tokens: {text}")
     rows = x.shape[0] if x.dim() else 0
@@ -73,20 +91,22 @@ def checked_num_tokens(num_tokens: object, x: torch.Tensor) -> int | torch.Tenso
     return int(num_tokens)
 
 
-def check_shapes(
-    problem: MoEProblem, x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor
-) -> None:
-    """What the native operator checks itself, for the fallback."""
-    tokens = x.shape[0] if x.dim() else 0
-    wanted = {"topk_idx": [tokens, problem.topk], "topk_weights": [tokens, problem.topk]}
-    wanted["x"] = [tokens, problem.hidden]
-    for name, tensor in (("x", x), ("topk_idx", topk_idx), ("topk_weights", weights)):
-        if list(tensor.shape) != wanted[name]:
-            text = f"expected {wanted[name]}, got {list(tensor.shape)}"
+def check_shapes(problem: MoEProblem, given: Given) -> None:
+    """What the native operator checks itself of the tensors that it sees."""
+    rows = given.x.shape[0] if given.x.dim() else 0
+    for name, tensor, width in (
+        ("x", given.x, problem.hidden),
+        ("topk_idx", given.topk_idx, problem.topk),
+        ("topk_weights", given.weights, problem.topk),
+    ):
+        if list(tensor.shape) != [rows, width]:
+            text = f"expected {[rows, width]}, got {list(tensor.shape)}"
             raise RuntimeError(f"xstage.megamoe: {name}: {text}")
+    tokens = given.num_tokens if isinstance(given.num_tokens, int) else rows
     if tokens > problem.max_tokens:
         text = f"expected at most {problem.max_tokens} (max_tokens), got {tokens}"
         raise RuntimeError(f"xstage.megamoe: x: tokens: {text}")
+    check_out(problem, given.x, given.out)
 
 
 def check_out(problem: MoEProblem, x: torch.Tensor, out: torch.Tensor | None) -> None:

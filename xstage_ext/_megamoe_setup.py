@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 import torch.distributed as dist
 
 from . import _env
+from ._arguments import is_number
 from ._groups import differences
 from .errors import PlanError, WorkspaceError, XStageError
 from .planner import choose
@@ -34,6 +36,17 @@ def wanted_impl(impl: str) -> tuple[str, str]:
 
 
 def agree(
+def check_factors(clamp: float | None, routed_scaling_factor: float) -> None:
+    """Refuses what is no number, and numbers that would make every result NaN."""
+    if clamp is not None and not (is_number(clamp) and clamp > 0):
+        raise PlanError(f"xstage.MegaMoE: clamp: expected a positive number, got {clamp!r}")
+    if not (is_number(routed_scaling_factor) and math.isfinite(routed_scaling_factor)):
+        raise PlanError(
+            "xstage.MegaMoE: routed_scaling_factor: expected a finite number, got "
+            f"{routed_scaling_factor!r}"
+        )
+
+
     group: dist.ProcessGroup | None,
     world: int,
     reason: str | None,

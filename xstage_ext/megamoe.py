@@ -10,11 +10,13 @@ import torch.distributed as dist
 
 from . import _megamoe_fakes as _megamoe_fakes
 from . import reference
+from ._arguments import check_group
 from ._group_module import GroupModule
-from ._megamoe_calls import Given, accepted, check_out, check_shapes
+from ._megamoe_calls import Given, accepted, check_shapes
 from ._megamoe_setup import (
     agree,
     counter_bytes,
+    check_factors,
     differing,
     given_fields,
     new_weight,
@@ -119,8 +121,8 @@ class MegaMoE(GroupModule):
     ) -> None:
         super().__init__()
         self._join(group)
-        if clamp is not None and not clamp > 0:
-            raise PlanError(f"xstage.MegaMoE: clamp: expected a positive number, got {clamp}")
+        check_group(group, "xstage.MegaMoE")
+        check_factors(clamp, routed_scaling_factor)
         self.problem = MoEProblem(
             world=self.world,
             num_experts=num_experts,
@@ -132,8 +134,8 @@ class MegaMoE(GroupModule):
             weight_layout=weight_layout,
         )
         self.device = resolve_device(device)
-        self.clamp = clamp
-        self.routed_scaling_factor = routed_scaling_factor
+        self.clamp = None if clamp is None else float(clamp)
+        self.routed_scaling_factor = float(routed_scaling_factor)
         self.name = name
         self._choice: choose.Decision | None = None
         self._refusal: XStageError | None = None
@@ -213,7 +215,9 @@ class MegaMoE(GroupModule):
             raise WorkspaceError(f"xstage.MegaMoE: {self.name}: prepare: it is prepared already")
         self._closed = False
         plan = None if self._choice is None else self._choice.plan
-        facts: dict[str, object] = {} if plan is None else dataclasses.asdict(plan)
+        given = {"max_tokens": self.problem.max_tokens, "tokens": self.problem.load}
+        facts: dict[str, object] = {**given}  # in front of what follows from them
+        facts |= {} if plan is None else dataclasses.asdict(plan)
         facts |= {"clamp": self.clamp, "routed_scaling_factor": self.routed_scaling_factor}
         self.fallback_reason = agree(
             self.group, self.problem.world, self._reason, facts, self._refusal
@@ -295,7 +299,8 @@ class MegaMoE(GroupModule):
         num_tokens : int or Tensor, optional
             Only so many rows of x are tokens; the rest of the result is zero. A tensor (int32 or
             int64, one element, on the device) is read by the kernel, so a CUDA graph can be
-            replayed with another number.
+            replayed with another number; nobody waits for its value, so one below 0 counts as 0,
+            one above the rows of x as all of them.
         out : Tensor, optional
             bf16 [tokens, hidden], contiguous; receives and is the result.
 
@@ -306,12 +311,13 @@ class MegaMoE(GroupModule):
 
         Raises
         ------
-        TypeError
-            A dtype that is not accepted, or an input or weight that requires grad.
-        RuntimeError
-            A wrong shape, or more than max_tokens tokens; the peers raise PeerError.
+        TypeError, ValueError, RuntimeError
+            This rank refuses the call, and its peers raise PeerError. TypeError: no tensor where
+            one belongs, another device, a dtype that is not accepted, an input or weight that
+            requires grad. ValueError: num_tokens outside of the rows of x. RuntimeError: a wrong
+            shape, more than max_tokens tokens, or an `out` that does not fit.
         PeerTimeout, PeerError, RoutingError
-            On the CPU from this call; on CUDA from the next call or `check`.
+            On the CPU and in the fallback from this call; on CUDA from the next one or `check`.
         """
         if self.impl is None:
             refuse_late_prepare(self.name, self._closed, self.device)
@@ -332,13 +338,14 @@ class MegaMoE(GroupModule):
             self._lease.workspace.check(synchronize=synchronize)
 
     def _compute(self, words: tuple[list[int], list[int]], given: Given) -> torch.Tensor:
-        x, topk_idx, weights, num_tokens, out = accepted(given, self.w13, self.w2)
+        given = accepted(given, self.w13, self.w2, self.device)
+        x, topk_idx, weights, num_tokens, out = given
         if not isinstance(num_tokens, int):
             return self._launch(words, x, topk_idx, weights, num_tokens, out)
         if out is None:
             out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        check_out(self.problem, x, out)
         out[num_tokens:].zero_()
+        check_shapes(self.problem, given)
         x, topk_idx, weights = (tensor[:num_tokens] for tensor in (x, topk_idx, weights))
         self._launch(words, x, topk_idx, weights, None, out[:num_tokens])
         return out
@@ -365,9 +372,9 @@ class MegaMoE(GroupModule):
         """By torch and the group's collectives."""
         assert self._roll_call is not None
         with self._roll_call.guard():
-            x, topk_idx, weights, num_tokens, out = accepted(given, self.w13, self.w2)
-            check_shapes(self.problem, x, topk_idx, weights)
-            check_out(self.problem, x, out)
+            given = accepted(given, self.w13, self.w2, self.device)
+            check_shapes(self.problem, given)
+        x, topk_idx, weights, num_tokens, out = given
         if num_tokens is not None:
             padding = torch.arange(x.shape[0], device=x.device) >= num_tokens
             topk_idx = topk_idx.masked_fill(padding[:, None], -1)

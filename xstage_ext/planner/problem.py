@@ -8,10 +8,15 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from .._arguments import is_number, set_integers
 from ..errors import PlanError
 from .megamoe import WEIGHT_LAYOUTS
 
 _BF16 = 2
+_INTEGERS = (
+    *("world", "num_experts", "topk", "hidden", "intermediate", "max_tokens"),
+    "token_sets",
+)
 _MULTIPLE = 64
 
 
@@ -56,6 +61,7 @@ class MoEProblem:
     token_sets: int = 1
 
     def __post_init__(self) -> None:
+        set_integers(self, _INTEGERS if self.tokens is None else (*_INTEGERS, "tokens"))
         reason = self.why_not()
         if reason is not None:
             raise PlanError(f"xstage.MoEProblem: {reason}")
@@ -95,8 +101,9 @@ class MoEProblem:
             )
         if self.tokens is not None and not 0 <= self.tokens <= self.max_tokens:
             return f"tokens: expected 0 to max_tokens ({self.max_tokens}), got {self.tokens}"
-        if self.remote_share is not None and not 0.0 <= self.remote_share <= 1.0:
-            return f"remote_share: expected 0 to 1, got {self.remote_share}"
+        share = self.remote_share
+        if share is not None and not (is_number(share) and 0.0 <= share <= 1.0):
+            return f"remote_share: expected 0 to 1, got {share!r}"
         if not 1 <= self.token_sets <= self.experts_per_rank:
             return (
                 f"token_sets: expected 1 to {self.experts_per_rank} (experts per rank), got "
