@@ -20,6 +20,13 @@ from .errors import PeerError, PeerTimeout
 class Exchange:
     """All-gathers and barriers of one group.
 
+    They are numbered rounds: the n-th of one rank is the n-th of every other. The invariant: a
+    round ends alike on all ranks. Either all have come to it, or it is void because a rank gave up
+    on it; then it raises on those who came, and on a late rank once it comes. Which of the two is
+    one word in the store, written by whoever is through with the round first and never changed, so
+    nobody goes on from a round that another rank has given up on. A round that fails costs every
+    rank one round, so ranks stay in step whoever was late, and meet again in the next one.
+
     Parameters
     ----------
     store
@@ -60,20 +67,17 @@ class Exchange:
         PeerTimeout
             Naming the ranks that did not come, and `what` they were awaited for.
         PeerError
-            When a rank that is missing has closed, or when the store itself is gone, as when the
-            rank that serves it died.
+            When another rank gave up on this round, when a rank that is missing has closed, or when
+            the store itself is gone, as when the rank that serves it died.
         """
         if self._store is None:
             return [value]
         self.answer(value, what)
         keys = [f"{self._round}/{r}" for r in range(self.world)]
         with _store_errors(self, what):
-            self._wait(keys, what)
+            self._meet(keys, what)
             values = [json.loads(text) for text in self._store.multi_get(keys)]
-            # Whoever has posted this round has read those before it, or never will.
-            for old in range(self._read + 1, self._round):
-                self._store.delete_key(f"{old}/{self.rank}")
-            self._read = self._round - 1
+            self._delete_old_rounds()
         return values
 
     def answer(self, value: Any, what: str) -> None:
@@ -87,6 +91,17 @@ class Exchange:
     def barrier(self, what: str) -> None:
         """Return when every rank has come; errors as in `all_gather`."""
         self.all_gather(None, what)
+
+    def catch_up(self, what: str) -> None:
+        """Pass over the rounds that peers gave up on before this rank came, and raise for none.
+
+        For what may meet any later round of the peers; calls with data may not.
+        """
+        if self._store is None:
+            return
+        with _store_errors(self, what):
+            while self._store.check([_verdict(self._round + 1)]):
+                self._round += 1
 
     def post_reason(self, reason: str) -> None:
         """Leave a text that peers can read after this rank failed. Never raises."""
@@ -127,7 +142,36 @@ class Exchange:
         except Exception:  # noqa: BLE001
             return
 
+    def _meet(self, keys: list[str], what: str) -> None:
+        """Return if this round was met; raise if it is void."""
+        try:
+            self._wait(keys, what)
+        except BaseException as error:  # an interrupt too
+            text = str(error).partition("\n")[0]
+            gave_up = f"rank {self.rank} gave up on {what}: {type(error).__name__}: {text}"
+            if self._decide(gave_up) == _MET and isinstance(error, PeerTimeout):
+                return  # all came at the last moment, and a peer has seen it
+            raise
+        verdict = self._decide(_MET)
+        if verdict != _MET:
+            raise PeerError(f"rank {self.rank} of {self.world} hears that {verdict}")
+
+    def _decide(self, proposal: str) -> str:
+        """The verdict on this round: the proposal, unless somebody was faster."""
+        assert self._store is not None
+        return self._store.compare_set(_verdict(self._round), "", proposal).decode()
+
+    def _delete_old_rounds(self) -> None:
+        """Whoever has come to this round, which was met, is through with those before it."""
+        assert self._store is not None
+        for old in range(self._read + 1, self._round):
+            self._store.delete_key(f"{old}/{self.rank}")
+            if self.rank == 0:
+                self._store.delete_key(_verdict(old))
+        self._read = self._round - 1
+
     def _wait(self, keys: list[str], what: str) -> None:
+        """Return when all have come, or when the round is decided."""
         assert self._store is not None
         deadline = time.monotonic() + self.seconds
         missing = list(range(self.world))
@@ -135,6 +179,8 @@ class Exchange:
         while not self._store.check(keys):
             missing = [r for r in missing if not self._store.check([keys[r]])]
             self._expect_open(keys, missing, what)
+            if self._store.check([_verdict(self._round)]):
+                return
             left = deadline - time.monotonic()
             if missing and left <= 0:
                 raise PeerTimeout(
@@ -158,6 +204,14 @@ class Exchange:
                 f"has closed its workspace or module{f': {reason}' if reason else ''}; make a new "
                 "one on all ranks"
             )
+
+
+_MET = "met"
+
+
+def _verdict(number: int) -> str:
+    """Key of how a round ended: `_MET`, or who gave up on it and why."""
+    return f"{number}/verdict"
 
 
 class _store_errors:  # noqa: N801 - reads as a statement

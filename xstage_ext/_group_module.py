@@ -11,6 +11,11 @@ import torch.distributed as dist
 Self = TypeVar("Self", bound="GroupModule")
 
 
+def whose_memory(workspace: object, share: object) -> str:
+    """Where `prepare` takes memory from: the same on every rank, since making it is collective."""
+    return "share" if share is not None else "own" if workspace is None else "workspace"
+
+
 class GroupModule(torch.nn.Module):
     """A module that holds memory and addresses once prepared.
 

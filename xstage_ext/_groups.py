@@ -122,6 +122,14 @@ def differences(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
     return problems
 
 
+def first_said(everyone: Sequence[str | None], own: str | None) -> str | None:
+    """The first rank's text there is, with its rank unless this rank says the same."""
+    for rank, text in enumerate(everyone):
+        if text is not None:
+            return text if text == own else f"rank {rank}: {text}"
+    return None
+
+
 def _by_value(values: Sequence[object]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from . import _env
 from ._arguments import is_number
-from ._groups import differences
+from ._groups import differences, first_said
 from .errors import PlanError, WorkspaceError, XStageError
 from .planner import choose
 from .planner.megamoe import MegaMoePlan
@@ -35,7 +35,6 @@ def wanted_impl(impl: str) -> tuple[str, str]:
     return chosen, source
 
 
-def agree(
 def check_factors(clamp: float | None, routed_scaling_factor: float) -> None:
     """Refuses what is no number, and numbers that would make every result NaN."""
     if clamp is not None and not (is_number(clamp) and clamp > 0):
@@ -47,15 +46,18 @@ def check_factors(clamp: float | None, routed_scaling_factor: float) -> None:
         )
 
 
+def agree(
     group: dist.ProcessGroup | None,
     world: int,
     reason: str | None,
     facts: dict[str, object],
     refusal: XStageError | None,
-) -> str | None:
-    """Why all ranks fall back, or None; collective, on the host.
+    insists: str | None,
+) -> tuple[str | None, str | None]:
+    """Why all ranks fall back, and who insists on the kernel, or None; collective, on the host.
 
-    One rank's reason is every rank's. Without any, the ranks' facts must be the same.
+    One rank's reason is every rank's, and so is one rank's `insists`: with both, no rank goes on.
+    Without a reason, the ranks' facts must be the same.
 
     Raises
     ------
@@ -70,21 +72,21 @@ def check_factors(clamp: float | None, routed_scaling_factor: float) -> None:
             f"xstage.MegaMoE: made for a group of {world} ranks, got one of {present}; make a new "
             "layer and load its weights"
         )
-    if world == 1:
-        return reason
-    own = (reason, None if refusal is None else str(refusal), facts)
-    everyone: list[tuple[str | None, str | None, dict[str, object]]] = [own] * world
-    dist.all_gather_object(everyone, own, group=group)
-    for rank, (_, text, _) in enumerate(everyone):
+    own = (reason, None if refusal is None else str(refusal), facts, insists)
+    everyone = [own] * world
+    if world > 1:
+        dist.all_gather_object(everyone, own, group=group)
+    for rank, (_, text, _, _) in enumerate(everyone):
         if text is not None:
             raise PlanError(f"xstage.MegaMoE: rank {rank} has no plan: {text}") from refusal
-    for rank, (theirs, _, _) in enumerate(everyone):
-        if theirs is not None:
-            return theirs if theirs == reason else f"rank {rank}: {theirs}"
-    problems = differences([theirs for _, _, theirs in everyone])
+    insists = first_said([theirs for _, _, _, theirs in everyone], insists)
+    reason = first_said([theirs for theirs, _, _, _ in everyone], reason)
+    if reason is not None:
+        return reason, insists
+    problems = differences([theirs for _, _, theirs, _ in everyone])
     if problems:
         raise WorkspaceError(f"xstage.MegaMoE: ranks disagree in {'; '.join(problems)}")
-    return None
+    return None, insists
 
 
 def counter_bytes(plan: MegaMoePlan) -> int:

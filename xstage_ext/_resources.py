@@ -100,6 +100,15 @@ class Resources:
             words = self.words(rank, channel=channel, offset=0, nbytes=0)
             torch.ops.xstage.workspace_announce(self.memory.block(rank), failure, words)
 
+    def forget_faults(self) -> None:
+        """Clear what this process's ranks found, and what peers told them."""
+        for rank in self.own_ranks:
+            self.memory.block(rank)[: _faults.layout().channel_offset].zero_()
+            page = self.page(rank)
+            _faults.clear_record(page, _faults.FATAL)
+            _faults.clear_record(page, _faults.MASKED)
+            _faults.restart_slots(page)
+
     def synchronize(self) -> None:
         """Wait until the device has finished; at most a deadline per pending call."""
         if self.device.type == "cuda":

@@ -45,9 +45,9 @@ class RollCall:
         Raises
         ------
         PeerError
-            Another rank refuses the call; names it and its reason.
+            Another rank refuses the call, or gave up on it; names it and its reason.
         PeerTimeout
-            A rank does not come.
+            A rank does not come. Once it does, this call raises PeerError there.
         """
         try:
             yield

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from . import _megamoe_fakes as _megamoe_fakes
 from . import reference
 from ._arguments import check_group
-from ._group_module import GroupModule
+from ._group_module import GroupModule, whose_memory
 from ._megamoe_calls import Given, accepted, check_shapes
 from ._megamoe_setup import (
     agree,
-    counter_bytes,
     check_factors,
+    counter_bytes,
     differing,
     given_fields,
     new_weight,
@@ -120,8 +120,8 @@ class MegaMoE(GroupModule):
         name: str = "megamoe",
     ) -> None:
         super().__init__()
-        self._join(group)
         check_group(group, "xstage.MegaMoE")
+        self._join(group)
         check_factors(clamp, routed_scaling_factor)
         self.problem = MoEProblem(
             world=self.world,
@@ -139,14 +139,15 @@ class MegaMoE(GroupModule):
         self.name = name
         self._choice: choose.Decision | None = None
         self._refusal: XStageError | None = None
-        self._wanted, source = wanted_impl(impl)
+        wanted, source = wanted_impl(impl)
+        self._insists = f"{source}=native" if wanted == "native" else None
         self._reason = why_not(self.problem, self.device)
-        if self._wanted == "fallback":
+        if wanted == "fallback":
             self._reason = f"{source}=fallback"
         if self._reason is None:
             self._choose(given_fields(plan, self.device))
-        elif self._wanted == "native":
-            raise PlanError(f"xstage.MegaMoE: {source}=native, but {self._reason}")
+        elif self._insists and self.world == 1:  # otherwise `prepare` tells all ranks
+            raise PlanError(f"xstage.MegaMoE: {self._insists}, but {self._reason}")
         self._forget()
         local = self.problem.experts_per_rank
         self.w13 = new_weight(local, 2 * intermediate, hidden, device=self.device)
@@ -209,7 +210,8 @@ class MegaMoE(GroupModule):
         WorkspaceError
             The ranks disagree (named), or `share` has another plan.
         PlanError
-            A rank found no plan; or impl="native", and the memory cannot be had.
+            A rank found no plan; or a rank has impl="native", and another cannot or will not run
+            the kernel, or the memory cannot be had. The same on every rank.
         """
         if self.impl is not None:
             raise WorkspaceError(f"xstage.MegaMoE: {self.name}: prepare: it is prepared already")
@@ -219,8 +221,9 @@ class MegaMoE(GroupModule):
         facts: dict[str, object] = {**given}  # in front of what follows from them
         facts |= {} if plan is None else dataclasses.asdict(plan)
         facts |= {"clamp": self.clamp, "routed_scaling_factor": self.routed_scaling_factor}
-        self.fallback_reason = agree(
-            self.group, self.problem.world, self._reason, facts, self._refusal
+        facts["memory"] = whose_memory(workspace, share)
+        self.fallback_reason, insists = agree(
+            self.group, self.problem.world, self._reason, facts, self._refusal, self._insists
         )
         if self.fallback_reason is None and workspace is None and share is None:
             try:
@@ -231,8 +234,8 @@ class MegaMoE(GroupModule):
             except WorkspaceError as error:
                 self.fallback_reason = str(error)  # the same on every rank
         if self.fallback_reason is not None:
-            if self._wanted == "native":
-                raise PlanError(f"xstage.MegaMoE: impl=native, but {self.fallback_reason}")
+            if insists is not None:
+                raise PlanError(f"xstage.MegaMoE: {insists}, but {self.fallback_reason}")
             self.impl = "fallback"
             self._roll_call = RollCall(self.group, self.name)
             self._owned.callback(self._roll_call.close)
@@ -342,10 +345,10 @@ class MegaMoE(GroupModule):
         x, topk_idx, weights, num_tokens, out = given
         if not isinstance(num_tokens, int):
             return self._launch(words, x, topk_idx, weights, num_tokens, out)
+        check_shapes(self.problem, given)
         if out is None:
             out = torch.empty_like(x, memory_format=torch.contiguous_format)
         out[num_tokens:].zero_()
-        check_shapes(self.problem, given)
         x, topk_idx, weights = (tensor[:num_tokens] for tensor in (x, topk_idx, weights))
         self._launch(words, x, topk_idx, weights, None, out[:num_tokens])
         return out

@@ -304,10 +304,11 @@ class SymmetricWorkspace:
         """Before each call: raise a fault nobody has seen; recover from one that was raised.
 
         After a fault was raised here, the next call resets the workspace, together with all peers:
-        each of them has met the same fault, or meets it in its next call.
+        each of them has met the same fault, or meets it in its next call. A reset that fails, fails
+        the call of every rank, so that a rank's next call still meets the peers' next one.
         """
         if self._failure is not None:
-            self.reset()
+            self._reset()
         self.check()
 
     def refuse(self, reason: str, channel: int = 0) -> None:
@@ -324,11 +325,20 @@ class SymmetricWorkspace:
     def reset(self) -> None:
         """Make a failed workspace usable again. Collective; waits for this process's device.
 
+        A rank that comes late passes over the resets that its peers gave up on before.
+
         Raises
         ------
-        PeerTimeout
-            A rank does not come: it has ended, or does not know of the fault.
+        PeerTimeout, PeerError
+            A rank does not come: it has ended, or does not know of the fault; or another rank gave
+            up on this reset. The next one, on every rank, starts over.
         """
+        self._require_open()
+        self._exchange.catch_up("workspace reset")
+        self._reset()
+
+    def _reset(self) -> None:
+        """In two rounds, each of which fails on every rank or on none (see `Exchange`)."""
         self._require_open()
         if self._resources.capturing():
             raise WorkspaceError(
@@ -336,19 +346,14 @@ class SymmetricWorkspace:
             )
         self._resources.synchronize()
         self._exchange.barrier("workspace reset")  # nothing is in flight any more
-        facts = _faults.layout()
-        for rank in self.own_ranks:
-            self._resources.memory.block(rank)[: facts.channel_offset].zero_()
-            page = self._resources.page(rank)
-            _faults.clear_record(page, _faults.FATAL)
-            _faults.clear_record(page, _faults.MASKED)
-            _faults.restart_slots(page)
+        self._failure = self._failure or WorkspaceError("workspace: reset() failed; repeat it")
+        self._resources.forget_faults()
         for lease in self._leases.values():
             self._zero_channel(lease, everything=False)
         self._resources.synchronize()
         self._exchange.clear_reason()
+        self._exchange.barrier("workspace reset, second half")  # every block is zero
         self._failure = None
-        self._exchange.barrier("workspace reset, second half")
 
     def watch(
         self, on_fault: Callable[[XStageError], None] | None = None, interval_s: float = 0.5
