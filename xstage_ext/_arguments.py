@@ -12,14 +12,16 @@ import torch.distributed as dist
 from .errors import PlanError, WorkspaceError
 
 
-def integer(value: object, what: str) -> int:
-    """`value` as an int, also of numpy's types; PlanError for anything else, truth values too."""
-    if not isinstance(value, bool):
-        try:
+def integer(value: object, what: str, error: type[Exception] = PlanError) -> int:
+    """`value` as an int, also of numpy's types; an error for anything else, truth values too."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    try:
+        if not isinstance(value, bool):
             return operator.index(value)  # type: ignore[arg-type]
-        except TypeError:
-            pass
-    raise PlanError(f"{what}: expected an integer, got {value!r}")
+    except TypeError:
+        pass
+    raise error(f"{what}: expected an integer, got {value!r}")
 
 
 def set_integers(problem: object, names: Iterable[str]) -> None:

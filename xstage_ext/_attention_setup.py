@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from . import _env
+from ._arguments import integer, is_number, lies_on
 from ._attention_paths import Operands
 from .errors import PeerError, WorkspaceError, XStageError
 from .key_segments import segments_from_mask
-from .planner.attention import MAX_RANKS, AttentionPlan
+from .planner.attention import MAX_RANKS, AttentionPlan, even_split
 from .planner.attention_choice import (
     HEAD_DIMS,
     HEAD_DIMS_TEXT,
@@ -23,6 +24,8 @@ from .planner.attention_choice import (
 from .support import describe, device_reason, natively, why_not
 
 IMPLS = ("auto", "fa3", "fa4", "torch")
+Rows = int | Sequence[int]
+
 PATHS = ("fused", "serial", "torch")
 """From best to last resort: attention that stores to the owners; our All-to-All around a local
 attention; torch.distributed around torch's attention."""
@@ -54,12 +57,11 @@ def kernel_reason(problem: AttentionProblem, device: torch.device) -> str | None
     if reason is not None:
         return reason
     if device.type == "cpu":
-        known = (torch.bfloat16, torch.float16, torch.float32)
-        return None if problem.dtype in known else _dtype_reason(problem.dtype, known)
+        return None
     if problem.head_dim not in HEAD_DIMS:
         return f"head_dim {problem.head_dim}: the kernels are compiled for {HEAD_DIMS_TEXT}"
     if problem.dtype not in (torch.bfloat16, torch.float16):
-        return _dtype_reason(problem.dtype, (torch.bfloat16, torch.float16))
+        return f"dtype {problem.dtype}: the kernels are compiled for bfloat16 and float16"
     if not has_kernel(f"{problem.generation}_a2a", device):
         return f"{problem.generation}_a2a has no kernel in the loaded library"
     return None
@@ -70,11 +72,6 @@ def ranks_reason(problem: AttentionProblem) -> str | None:
     if problem.world <= MAX_RANKS:
         return None
     return f"{problem.world} ranks: the kernels connect up to {MAX_RANKS}; make subgroups"
-
-
-def _dtype_reason(dtype: torch.dtype, known: tuple[torch.dtype, ...]) -> str:
-    names = ", ".join(str(item).removeprefix("torch.") for item in known)
-    return f"dtype {dtype}: expected one of {names}"
 
 
 @why_not.register
@@ -181,6 +178,26 @@ def agree_on_path(
     return path, f"rank {last}: {reason}"
 
 
+def shares_of(rows: Rows, world: int, name: str) -> tuple[int, ...]:
+    """Rows of every rank: an int is a whole length, cut as evenly as possible.
+
+    Raises
+    ------
+    TypeError, ValueError
+        No integers, negative ones, or not as many as ranks.
+    """
+    what = f"xstage.UlyssesAttention: {name}"
+    if isinstance(rows, Iterable):
+        shares = tuple(integer(number, what, TypeError) for number in rows)
+    else:
+        shares = even_split(integer(rows, what, TypeError), world)
+    if len(shares) != world:
+        raise ValueError(f"{what}: expected one length for each of {world} ranks, got {shares}")
+    if min(shares) < 0:
+        raise ValueError(f"{what}: expected no negative number, got {rows}")
+    return shares
+
+
 def one_mask(
     mask: torch.Tensor, segments: torch.Tensor | None, size: tuple[int, int]
 ) -> torch.Tensor:
@@ -254,7 +271,9 @@ def refuse_first_call(name: str, shape: object, closed: bool, device: torch.devi
         )
 
 
-def refuse_options(attn_mask: torch.Tensor | None, dropout_p: float) -> None:
+def refuse_options(
+    attn_mask: torch.Tensor | None, dropout_p: float, joint: object, joint_rows: object
+) -> None:
     """What callers of other attention functions may pass, and no path computes."""
     if attn_mask is not None:
         raise NotImplementedError(
@@ -269,9 +288,9 @@ def refuse_options(attn_mask: torch.Tensor | None, dropout_p: float) -> None:
 
 def check_scale(scale: float | None) -> None:
     """Every path wants a positive scale; the kernels' references rely on it."""
-    if scale is not None and not 0 < scale < math.inf:
+    if scale is not None and not (is_number(scale) and 0 < scale < math.inf):
         raise ValueError(
-            f"xstage.UlyssesAttention: scale: expected a positive finite number, got {scale}"
+            f"xstage.UlyssesAttention: scale: expected a positive finite number, got {scale!r}"
         )
 
 
@@ -280,6 +299,10 @@ def check_tensors(
 ) -> None:
     """Types that no path accepts; `prefix` goes before q, k and v in error texts.
 
+    if joint is None and joint_rows is not None:
+        raise ValueError(
+            f"xstage.UlyssesAttention: joint_rows: expected None without joint, got {joint_rows!r}"
+        )
     Raises
     ------
     TypeError, ValueError, NotImplementedError
@@ -291,14 +314,32 @@ def check_tensors(
         )
     for letter, tensor in zip("qkv", operands, strict=True):
         name = prefix + letter
+        if tensor.dtype != dtype or not lies_on(tensor, device):
+def check_places(device: torch.device, **others: torch.Tensor | None) -> None:
+    """Tensors beside q, k and v: on the module's device, if they are given."""
+    for name, tensor in others.items():
+        if tensor is None:
+            continue
+        if not isinstance(tensor, torch.Tensor) or not lies_on(tensor, device):
+            got = f"one on {tensor.device}" if isinstance(tensor, torch.Tensor) else repr(tensor)
+            raise TypeError(
+                f"xstage.UlyssesAttention: {name}: expected a tensor on {device}, got {got}"
+            )
+
+
+def check_dims(operands: Operands, head_dim: int | str, prefix: str = "") -> None:
+    """Tensors of four dimensions, the last of them `head_dim` where that is known."""
+    for letter, tensor in zip("qkv", operands, strict=True):
+        name = prefix + letter
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"xstage.UlyssesAttention: {name}: expected a tensor, got {tensor!r}")
-        if tensor.dim() != 4 or tensor.shape[-1] != head_dim:
+        if tensor.dim() != 4 or head_dim not in (tensor.shape[-1], "D"):
             raise ValueError(
                 f"xstage.UlyssesAttention: {name}: expected [B, rows, heads, {head_dim}], got "
                 f"{list(tensor.shape)}"
             )
-        if tensor.dtype != dtype or tensor.device.type != device.type:
+
+
             raise TypeError(
                 f"xstage.UlyssesAttention: {name}: expected {dtype} on {device}, got "
                 f"{tensor.dtype} on {tensor.device}"
@@ -313,6 +354,7 @@ def check_tensors(
 def refuse_shapes(operands: Operands, problem: AttentionProblem, rank: int) -> None:
     """Name the operand whose rows or heads do not fit, the whole head counts and the degree."""
     queries = (problem.rows[rank], problem.heads)
+    check_dims(operands, head_dim, prefix)
     keys = (problem.key_rows[rank], problem.kv_heads)
     for name, tensor, (rows, heads) in zip("qkv", operands, (queries, keys, keys), strict=True):
         if tuple(tensor.shape[:3]) != (problem.batch, rows, heads):

@@ -25,11 +25,14 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from ._arguments import check_group
 from ._attention_memory import AttentionMemory
 from ._attention_paths import CallWords, Operands, Route, Semantics, run
 from ._attention_setup import (
+    Rows,
     agree_on_path,
     capturing,
+    check_places,
     check_scale,
     check_tensors,
     copied,
@@ -41,6 +44,7 @@ from ._attention_setup import (
     refuse_first_call,
     refuse_options,
     refuse_shapes,
+    shares_of,
     text_rows,
     wanted_impl,
     with_text,
@@ -48,12 +52,11 @@ from ._attention_setup import (
 )
 from ._group_module import GroupModule
 from .errors import PlanError, WorkspaceError
-from .planner.attention import check_launch_fields, even_split
+from .planner.attention import check_launch_fields
 from .planner.attention_choice import AttentionDecision, AttentionProblem, decide
 from .support import resolve_device
 from .workspace import SymmetricWorkspace, region_bytes
 
-Rows = int | Sequence[int]
 Shape = tuple[tuple[int, ...], tuple[int, ...], int]  # rows and key rows of every rank, batch
 
 
@@ -129,6 +132,7 @@ class UlyssesAttention(GroupModule):
         super().__init__()
         check_scale(scale)
         check_launch_fields(plan or {})
+        check_group(group, "xstage.UlyssesAttention")
         self._join(group)
         self.device = resolve_device(device)
         self.causal = causal
@@ -143,11 +147,13 @@ class UlyssesAttention(GroupModule):
             "head_dim": head_dim,
             "causal": causal,
             "dtype": dtype,
-            "heads_per_rank": None if heads_per_rank is None else tuple(heads_per_rank),
+            "heads_per_rank": heads_per_rank,
             "generation": self._generation,
             "slots": slots,
         }
-        reason = kernel_reason(self._problem((1,) * self.world, None, 1), self.device)
+        problem = self._problem((1,) * self.world, None, 1)
+        self._facts["heads_per_rank"] = problem.heads_per_rank  # nobody else's list
+        reason = kernel_reason(problem, self.device)
         if self._wanted in ("fa3", "fa4") and reason is not None:
             raise PlanError(f"xstage.UlyssesAttention: {self._source}, but {reason}")
         self._forget()
@@ -166,20 +172,13 @@ class UlyssesAttention(GroupModule):
     ) -> AttentionProblem:
         return AttentionProblem(rows=rows, kv_rows=kv_rows, batch=batch, **self._facts)
 
-    def _shares(self, rows: Rows) -> tuple[int, ...]:
-        """Rows of every rank: an int is a whole length, cut as evenly as possible."""
-        shares = even_split(rows, self.world) if isinstance(rows, int) else tuple(rows)
-        if len(shares) != self.world:
-            raise ValueError(
-                f"xstage.UlyssesAttention: rows: expected one length for each of {self.world} "
-                f"ranks, got {shares}"
-            )
-        return shares
+    def _shares(self, rows: Rows, name: str) -> tuple[int, ...]:
+        return shares_of(rows, self.world, name)
 
     def bytes(self, rows: Rows, kv_rows: Rows | None = None, *, batch: int = 1) -> int:
         """Bytes of workspace per rank that `prepare` reserves. Allocates nothing."""
-        key_rows = None if kv_rows is None else self._shares(kv_rows)
-        problem = self._problem(self._shares(rows), key_rows, batch)
+        key_rows = None if kv_rows is None else self._shares(kv_rows, "kv_rows")
+        problem = self._problem(self._shares(rows, "rows"), key_rows, batch)
         return region_bytes(workspace_bytes(problem.plan(), problem))
 
     def prepare(
@@ -217,8 +216,8 @@ class UlyssesAttention(GroupModule):
         PlanError
             impl="fa3" or "fa4", and the kernels or the memory cannot be had.
         """
-        key_rows = None if kv_rows is None else self._shares(kv_rows)
-        self._prepare(self._problem(self._shares(rows), key_rows, batch), workspace, share)
+        key_rows = None if kv_rows is None else self._shares(kv_rows, "kv_rows")
+        self._prepare(self._problem(self._shares(rows, "rows"), key_rows, batch), workspace, share)
 
     def _prepare(
         self,
@@ -327,15 +326,16 @@ class UlyssesAttention(GroupModule):
             On the CPU and on path "torch" from this call; on CUDA from the next call or `check`.
         """
         try:
-            refuse_options(attn_mask, dropout_p)
+            refuse_options(attn_mask, dropout_p, joint, joint_rows)
+            check_places(self.device, key_segments=key_segments, key_mask=key_mask, out=out)
             self._check_tensors((q, k, v))
-            shares = self._shares((q.shape[1],) * self.world if rows is None else rows)
+            shares = self._shares((q.shape[1],) * self.world if rows is None else rows, "rows")
             if kv_rows is None:
                 kv_rows = shares if k.shape[1] == q.shape[1] else (k.shape[1],) * self.world
-            key_shares = self._shares(kv_rows)
+            key_shares = self._shares(kv_rows, "kv_rows")
             text = 0
             if joint is not None:
-                owned = self._shares(text_rows(joint_rows, self.causal))
+                owned = self._shares(text_rows(joint_rows, self.causal), "joint_rows")
                 text = owned[self.rank]
                 shares, key_shares = with_text(shares, owned), with_text(key_shares, owned)
                 self._check_tensors(joint, "joint ")

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .attention import Rows, UlyssesAttention
-from .planner.attention import even_split
+from ._arguments import check_group
+from ._attention_setup import Rows, check_dims, shares_of
+from .attention import UlyssesAttention
 
 _modules: dict[tuple[object, ...], UlyssesAttention] = {}
 
@@ -55,6 +56,8 @@ def ulysses_attention(
     >>> ulysses_attention(q, k, v, causal=True).shape
     torch.Size([1, 128, 4, 64])
     """
+    check_dims((q, k, v), "D")
+    check_group(group, "xstage.ulysses_attention")
     world = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
     text = options.get("joint_rows")
     key_rows = rows if kv_rows is None and k.shape[1] == q.shape[1] else kv_rows
@@ -88,7 +91,7 @@ def _room(rows: Rows | None, own: torch.Tensor, text: Sequence[int] | None, worl
     if rows is None:
         shares: tuple[int, ...] = (own.shape[1],)
     else:
-        shares = even_split(rows, world) if isinstance(rows, int) else tuple(rows)
+        shares = shares_of(rows, world, "rows")
     longest = max(1, *shares) + max(text or (0,))
     step = max(64, 1 << max(0, longest.bit_length() - 3))
     return -(-longest // step) * step

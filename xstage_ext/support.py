@@ -61,7 +61,10 @@ def why_not(problem: object, device: torch.device) -> str | None:
 
     Every kind of problem registers its own rules here.
     """
-    raise TypeError(f"xstage.is_supported: expected a problem of xstage_ext, got {problem!r}")
+    raise TypeError(
+        "xstage: problem: expected a problem of xstage_ext (MoEProblem, AttentionProblem), got "
+        f"{problem!r}"
+    )
 
 
 def natively(device: torch.device) -> str:

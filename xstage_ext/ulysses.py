@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ._arguments import lies_on
 from .channel import ChannelLease
 from .planner.attention import MAX_RANKS, AttentionPlan
 from .planner.wire import KINDS
@@ -45,6 +46,8 @@ def ulysses_a2a(
 
     Raises
     ------
+    TypeError
+        A tensor on another device than the channel's.
     RuntimeError
         Shapes differ from the plan, or all slots hold live results; peers then raise PeerError.
     PeerTimeout, PeerError, WorkspaceError
@@ -52,6 +55,7 @@ def ulysses_a2a(
     """
     words = plan.words()
     with lease.guard():
+        _check_places(tensors, lease)
         outputs: list[torch.Tensor] = torch.ops.xstage.ulysses_a2a(
             list(tensors), words, lease.words()
         )
@@ -64,10 +68,19 @@ def ulysses_a2a_virtual(
     """The same for all virtual ranks: tensors of rank 0, then of rank 1, and so on."""
     words = plan.words()
     with lease.guard():
+        _check_places(tensors, lease)
         outputs: list[torch.Tensor] = torch.ops.xstage.ulysses_a2a_virtual(
             list(tensors), words, lease.virtual_words()
         )
     return outputs
+
+
+def _check_places(tensors: Sequence[torch.Tensor], lease: ChannelLease) -> None:
+    device = lease.workspace.device
+    for index, tensor in enumerate(tensors):
+        if not lies_on(tensor, device):
+            text = f"expected a tensor on {device}, got one on {tensor.device}"
+            raise TypeError(f"xstage.ulysses_a2a: tensors[{index}]: {text}")
 
 
 # What the fakes read out of wire messages. Positions follow the X-lists, checked at import.

@@ -8,7 +8,7 @@ import torch
 from xstage_ext import SymmetricWorkspace
 from xstage_ext import reference_attention as reference
 from xstage_ext.planner.attention import AttentionPlan, even_split, row_pad_for
-from xstage_ext.ulysses import ulysses_a2a_virtual
+from xstage_ext.ulysses import ulysses_a2a, ulysses_a2a_virtual
 
 ops = torch.ops.xstage
 
@@ -43,3 +43,16 @@ def test_rows_with_space_between_them(heads: int, head_dim: int, pad: int) -> No
             faked = ops.ulysses_a2a_virtual(fakes, back.words(), words)
         assert [t.stride() for t in faked] == [t.stride() for t in outs]
         del outs, out, gaps
+
+
+def test_tensors_elsewhere_are_named() -> None:
+    plan = AttentionPlan((33,), (33,), (4,))
+    tensors = [torch.zeros(1, 33, 4, 64, device=device) for device in ("cpu", "meta")]
+    nbytes = plan.a2a_region_bytes(2, 1, 64, 4)
+    with SymmetricWorkspace(nbytes=nbytes, device="cpu") as workspace:
+        lease = workspace.channel("c", nbytes)
+        for exchange in (ulysses_a2a, ulysses_a2a_virtual):
+            with pytest.raises(
+                TypeError, match=r"tensors\[1\]: expected a tensor on cpu, got .*meta"
+            ):
+                exchange(lease, plan, tensors)

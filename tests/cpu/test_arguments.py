@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+import xstage_ext
 from tests.cpu.test_megamoe_module import SMALL, tokens
 from tests.cpu.test_megamoe_module import small as small_moe
+from tests.cpu.test_ulysses import operands
 from tests.ranks import launch
-from xstage_ext import MegaMoE, MoEProblem
+from xstage_ext import AttentionProblem, MegaMoE, MoEProblem, UlyssesAttention
 from xstage_ext.errors import PlanError, WorkspaceError
 
 
@@ -93,7 +95,115 @@ def test_ranks_that_plan_for_other_loads_are_told_so() -> None:
         assert "disagree in tokens: rank 0 has 50, rank 1 has 150" in outcome.facts["text"]
 
 
-def test_groups_without_torch_distributed_are_refused() -> None:
-    text = "xstage.MegaMoE: group: torch.distributed is not initialised, got 3"
-    with pytest.raises(WorkspaceError, match=text):
-        MegaMoE(**SMALL, device="cpu", group=3)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"heads": 0}, "heads: expected 1 or more, got 0"),
+        ({"heads": "6"}, "heads: expected an integer, got '6'"),
+        ({"kv_heads": 0}, "kv_heads: expected a divisor of 4 heads, got 0"),
+        ({"head_dim": 0}, "head_dim: expected 1 or more, got 0"),
+        ({"head_dim": -1}, "head_dim: expected 1 or more, got -1"),
+        ({"slots": 0}, "slots: expected an integer from 1 to 16 .*, got 0"),
+        ({"slots": -1}, "slots: expected an integer from 1 to 16 .*, got -1"),
+        ({"dtype": torch.float64}, "dtype: expected one of .*float16.*, got torch.float64"),
+        ({"dtype": torch.int8}, "dtype: expected one of .*float16.*, got torch.int8"),
+        ({"dtype": "bf16"}, "dtype: expected one of .*float16.*, got 'bf16'"),
+        ({"heads_per_rank": 4}, "heads_per_rank: expected one number per rank, got 4"),
+        ({"heads_per_rank": ["4"]}, "heads_per_rank: expected an integer, got '4'"),
+    ],
+)
+def test_attention_names_the_argument(change: dict[str, Any], text: str) -> None:
+    with pytest.raises(PlanError, match=text):
+        UlyssesAttention(**({"heads": 4, "head_dim": 64, "device": "cpu"} | change))
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind", "text"),
+    [
+        (-1, ValueError, "rows: expected no negative number, got -1"),
+        ((-1,), ValueError, "rows: expected no negative number, got"),
+        (65.0, TypeError, "rows: expected an integer, got 65.0"),
+        (("65",), TypeError, "rows: expected an integer, got '65'"),
+    ],
+)
+def test_rows_are_named(rows: Any, kind: type[Exception], text: str) -> None:
+    module = UlyssesAttention(4, 64, device="cpu")
+    q, k, v = operands(66)
+    for use in (
+        lambda: module.prepare(rows, batch=2),
+        lambda: module.prepare(66, rows, batch=2),
+        lambda: module.bytes(rows),
+        lambda: module(q, k, v, rows=rows),
+        lambda: xstage_ext.ulysses_attention(q, k, v, rows=rows),
+    ):
+        with pytest.raises(kind, match=text):
+            use()
+    with pytest.raises(PlanError, match="batch: expected 0 or more, got -1"):
+        module.prepare(66, batch=-1)
+
+
+@pytest.mark.parametrize("impl", ["auto", "torch"])
+def test_calls_of_attention_name_the_argument(impl: str) -> None:
+    module, (q, k, v) = UlyssesAttention(4, 64, device="cpu", impl=impl), operands(66)
+    mask = torch.ones(2, 66, dtype=torch.bool, device="meta")
+    text = q[:, :5]
+    for change, kind, told in (
+        (
+            {"key_segments": torch.zeros(2, 1, 2).int().to("meta")},
+            TypeError,
+            "key_segments: .* meta",
+        ),
+        ({"key_segments": 3}, TypeError, "key_segments: expected a tensor on cpu, got 3"),
+        ({"key_mask": mask}, TypeError, "key_mask: expected a tensor on cpu, got one on meta"),
+        ({"out": q.to("meta")}, TypeError, "out: expected a tensor on cpu, got one on meta"),
+        ({"q": q.to("meta")}, TypeError, "q: expected torch.bfloat16 on cpu, got .* on meta"),
+        ({"q": q[0]}, ValueError, r"q: expected \[B, rows, heads, 64\], got \[66, 4, 64\]"),
+        ({"joint_rows": (5,)}, ValueError, r"joint_rows: expected None without joint, got \(5,\)"),
+        ({"joint": (text, text, text), "joint_rows": (5.0,)}, TypeError, "joint_rows: .* got 5.0"),
+    ):
+        with pytest.raises(kind, match=told):
+            module(**({"q": q, "k": k, "v": v} | change))
+    assert module(q, k, v).shape == q.shape
+    module.close()
+
+
+def test_the_function_names_operands() -> None:
+    q, k, v = operands(66)
+    with pytest.raises(ValueError, match=r"k: expected \[B, rows, heads, D\], got \[66, 4, 64\]"):
+        xstage_ext.ulysses_attention(q, k[0], v)
+    with pytest.raises(TypeError, match="v: expected a tensor, got None"):
+        xstage_ext.ulysses_attention(q, k, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("scale", ["a", True])
+def test_scales_are_numbers(scale: Any) -> None:
+    with pytest.raises(ValueError, match="scale: expected a positive finite number"):
+        UlyssesAttention(4, 64, device="cpu", scale=scale)
+
+
+def test_problems_of_attention_name_the_argument() -> None:
+    for change, text in (
+        ({"rows": None}, "rows: expected one number per rank, got None"),
+        ({"rows": (9, 1.5)}, "rows: expected an integer, got 1.5"),
+        ({"rows": (9, -9)}, r"rows: expected no negative number, got \(9, -9\)"),
+        ({"kv_rows": (9, -9)}, r"kv_rows: expected no negative number, got \(9, -9\)"),
+        ({"heads_per_rank": (9, -5)}, r"heads_per_rank: expected no negative .* \(9, -5\)"),
+    ):
+        with pytest.raises(PlanError, match=text):
+            AttentionProblem(
+                **({"heads": 4, "kv_heads": 4, "head_dim": 64, "rows": (9, 9)} | change)
+            )
+    assert AttentionProblem(4, 4, 64, np.array([9, 9])).rows == (9, 9)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda group: MegaMoE(**SMALL, device="cpu", group=group),
+        lambda group: UlyssesAttention(4, 64, device="cpu", group=group),
+        lambda group: xstage_ext.ulysses_attention(*operands(66), group=group),
+    ],
+)
+def test_groups_without_torch_distributed_are_refused(make: Any) -> None:
+    with pytest.raises(WorkspaceError, match="group: torch.distributed is not initialised, got 3"):
+        make(3)

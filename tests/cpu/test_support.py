@@ -41,3 +41,9 @@ def test_more_ranks_than_the_kernels_connect_fall_back() -> None:
     problem = AttentionProblem(18, 9, 64, (10,) * 9)
     assert not xstage_ext.is_supported(problem, "cpu")
     assert "falls back: 9 ranks: the kernels connect up to 8" in xstage_ext.explain(problem, "cpu")
+
+
+def test_what_is_no_problem_is_named() -> None:
+    for ask in (xstage_ext.explain, xstage_ext.is_supported):
+        with pytest.raises(TypeError, match=r"xstage: problem: expected .*MoEProblem.*, got None"):
+            ask(None)

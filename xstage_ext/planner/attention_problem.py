@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 import torch
 
+from .._arguments import integer, set_integers
 from ..errors import PlanError
+from . import wire
 from .attention import AttentionPlan, even_split
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,24 +56,33 @@ class AttentionProblem:
     slots: int = 2
 
     def __post_init__(self) -> None:
+        me = "xstage.AttentionProblem"
         for name in ("rows", "kv_rows", "heads_per_rank"):
             value = getattr(self, name)
-            if isinstance(value, int):
+            if value is None and name != "rows":
+                continue
+            if not isinstance(value, Iterable):
                 raise PlanError(
-                    f"xstage.AttentionProblem: {name}: expected one number per rank, got {value}; "
-                    f"for one rank ({value},)"
+                    f"{me}: {name}: expected one number per rank, got {value}; for one rank "
+                    f"({value},)"
                 )
-            object.__setattr__(self, name, None if value is None else tuple(value))
+            numbers = tuple(integer(number, f"{me}: {name}") for number in value)
+            object.__setattr__(self, name, numbers)
+        set_integers(self, ("heads", "kv_heads", "head_dim", "batch", "slots"))
+        wire.check("attention", {"slots": self.slots})
         reason = self.why_not()
         if reason is not None:
-            raise PlanError(f"xstage.AttentionProblem: {reason}")
+            raise PlanError(f"{me}: {reason}")
 
     def why_not(self) -> str | None:
         """Why no plan exists, naming fields and values; else None."""
         world = len(self.rows)
         if world < 1:
             return "rows: expected the lengths of at least one rank, got none"
-        if self.heads < 1 or self.kv_heads < 1 or self.heads % self.kv_heads:
+        for name in ("heads", "head_dim"):
+            if getattr(self, name) < 1:
+                return f"{name}: expected 1 or more, got {getattr(self, name)}"
+        if self.kv_heads < 1 or self.heads % self.kv_heads:
             return (
                 f"kv_heads: expected a divisor of {self.heads} heads, got {self.kv_heads} "
                 f"({world} ranks share the heads)"
@@ -79,8 +93,14 @@ class AttentionProblem:
                 return f"{name}: expected {world} ranks as in rows, got {len(value)}"
         if sum(self.query_shares) != self.heads:
             return f"heads_per_rank: expected a sum of {self.heads}, got {self.heads_per_rank}"
-        if min((*self.rows, *self.key_rows, *self.query_shares)) < 0 or self.batch < 0:
-            return f"rows, kv_rows, heads_per_rank, batch: expected no negative number, got {self}"
+        for name in ("rows", "kv_rows", "heads_per_rank"):
+            if min(getattr(self, name) or (0,)) < 0:
+                return f"{name}: expected no negative number, got {getattr(self, name)}"
+        if self.batch < 0:
+            return f"batch: expected 0 or more, got {self.batch}"
+        if self.dtype not in DTYPES:
+            known = ", ".join(str(dtype) for dtype in DTYPES)
+            return f"dtype: expected one of {known}, got {self.dtype!r}"
         if self.generation not in ("fa3", "fa4"):
             return f"generation: expected fa3 or fa4, got {self.generation!r}"
         return None
