@@ -74,7 +74,7 @@ class Case:
         A plan that was not timed alone (far from the fastest in turns) is taken to slow down as the
         others of its configuration do.
         """
-        slower = [plan.usual_alone_us / plan.us for plan in self.plans if plan.alone_us]
+        slower = [plan.usual_alone_us / plan.us for plan in self.rivals if plan.alone_us]
         if not slower:
             return one.us
         own = one.usual_alone_us / one.us if one.alone_us else statistics.median(slower)

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -384,22 +384,3 @@ def geometric_mean(values: Iterable[float]) -> float:
     """Of positive numbers; NaN when there are none."""
     logs = [math.log(value) for value in values]
     return math.exp(sum(logs) / len(logs)) if logs else math.nan
-
-
-@dataclasses.dataclass(frozen=True)
-class Summary:
-    """Ratios of a baseline's time to an arm's over configurations."""
-
-    mean: float
-    best: tuple[float, str]
-    worst: tuple[float, str]
-    regressions: tuple[tuple[float, str], ...]
-
-
-def summarise(
-    times: Sequence[Mapping[str, float]], names: Sequence[str], baseline: str, arm: str
-) -> Summary:
-    """Geometric mean, extremes, and every configuration below 1."""
-    ratios = [(row[baseline] / row[arm], name) for row, name in zip(times, names, strict=True)]
-    slower = tuple(sorted(pair for pair in ratios if pair[0] < 1.0))
-    return Summary(geometric_mean(r for r, _ in ratios), max(ratios), min(ratios), slower)

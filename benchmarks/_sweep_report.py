@@ -7,7 +7,7 @@ import io
 import json
 import pathlib
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import _plans
@@ -295,7 +295,7 @@ def _summary(shown: Shown, measured: bool) -> list[str]:
         comparisons.append(("serial", "planner"))
     lines = []
     for baseline, arm in comparisons:
-        result = _sweep.summarise(times, names, baseline, arm)
+        result = summarise(times, names, baseline, arm)
         lines.append(
             f"  {baseline} over {arm}: geometric mean {result.mean:.3f}x, "
             f"best {result.best[0]:.2f}x ({result.best[1]}), "
@@ -334,7 +334,7 @@ def _alone(shown: Shown) -> list[str]:
     both = [(row, name) for row, name in alone if None not in row.values()]
     if not both:
         return []
-    result = _sweep.summarise(*zip(*both, strict=True), BASELINE, "planner")
+    result = summarise(*zip(*both, strict=True), BASELINE, "planner")
     head = (
         f"  each following itself ({len(both)} of {len(shown)} configurations), {BASELINE} "
         f"over planner: geometric mean {result.mean:.3f}x, "
@@ -350,3 +350,22 @@ def _regret_text(shown: Shown) -> str:
     )
     worst, name = regrets[-1]
     return f"median {regrets[len(regrets) // 2][0]:.1%}, worst {worst:.1%} ({name})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """Ratios of a baseline's time to an arm's over configurations."""
+
+    mean: float
+    best: tuple[float, str]
+    worst: tuple[float, str]
+    regressions: tuple[tuple[float, str], ...]
+
+
+def summarise(
+    times: Sequence[Mapping[str, float]], names: Sequence[str], baseline: str, arm: str
+) -> Summary:
+    """Geometric mean, extremes, and every configuration below 1."""
+    ratios = [(row[baseline] / row[arm], name) for row, name in zip(times, names, strict=True)]
+    slower = tuple(sorted(pair for pair in ratios if pair[0] < 1.0))
+    return Summary(_sweep.geometric_mean(r for r, _ in ratios), max(ratios), min(ratios), slower)

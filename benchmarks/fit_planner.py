@@ -5,14 +5,15 @@
 
 The weights are a ridge regression per family of plans (xstage_ext/planner/ranking.py), from shapes
 that are not held out. Their penalty is chosen by leaving out one of these shapes after the other.
-A plan's time is a weighted mean of two: in turns with other plans, and following itself.
+A plan's time is a weighted mean of two: in turns with other plans, and following itself. Where no
+row crosses the link there is one order of families, by their mean times (bench_at_home.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import _plans
 import _report
@@ -46,7 +47,11 @@ def features_of(case: _plans.Case, profile: machine.MachineProfile) -> tuple[flo
 
 
 def fit(
-    cases: Sequence[_plans.Case], profile: machine.MachineProfile, penalty: float, source: str
+    cases: Sequence[_plans.Case],
+    profile: machine.MachineProfile,
+    penalty: float,
+    source: str = "",
+    at_home: Mapping[str, float] | None = None,
 ) -> ranking.Ranking:
     """Weights from measured configurations."""
     values = np.array([features_of(case, profile) for case in cases])
@@ -69,7 +74,21 @@ def fit(
         weights[name] = np.linalg.solve(x.T @ x + ridge, x.T @ y).round(5).tolist()
     ends = np.stack([values.min(axis=0), values.max(axis=0)], axis=1).round(3)
     ranges = [(float(low), float(high)) for low, high in ends]
-    return ranking.Ranking(weights, ranges, source)
+    return ranking.Ranking(weights, ranges, source, dict(at_home or {}))
+
+
+def at_home_times(
+    cases: Sequence[_plans.Case], profile: machine.MachineProfile
+) -> dict[str, float]:
+    """By family: geometric mean over layers of its time, over that of the fastest family."""
+    logs: dict[str, list[float]] = {name: [] for name in ranking.FAMILIES}
+    for case in cases:
+        times = {name: case.typical_us(one) for name, one in families_of(case, profile).items()}
+        for name, us in times.items():
+            logs[name].append(float(np.log(us / min(times.values()))))
+    means = {name: float(np.exp(np.mean(some))) for name, some in logs.items()}
+    order = sorted(means, key=lambda name: means[name])
+    return {name: round(means[name] / means[order[0]], 3) for name in order}
 
 
 Cost = Callable[[Sequence[_plans.Measured], _plans.Measured], float | None]
@@ -85,7 +104,8 @@ def regrets(
     costs = []
     for case in cases:
         found = families_of(case, profile)
-        told = rule.log_times(features_of(case, profile))
+        moves = case.config.remote_share > 0.0
+        told = rule.log_times(features_of(case, profile)) if moves else rule.at_home
         chosen = min((name for name in told if name in found), key=lambda name: told[name])
         cost = cost_of(case.rivals, found[chosen])
         if cost is not None:
@@ -104,7 +124,7 @@ def left_out(
     for model in sorted({case.config.model for case in cases}):
         others = [case for case in cases if case.config.model != model]
         mine = [case for case in cases if case.config.model == model]
-        costs += regrets(mine, profile, fit(others, profile, penalty, ""), cost_of)
+        costs += regrets(mine, profile, fit(others, profile, penalty), cost_of)
     return costs
 
 
@@ -128,11 +148,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--fit", action="store_true", help="write new weights")
     parser.add_argument("--results", default="sweep_84.jsonl")
+    parser.add_argument("--at-home", default="at_home.jsonl")
     parser.add_argument("--profile", default="h200x2")
     options = parser.parse_args()
     profile = machine.load(options.profile)
     lines = list(_report.read(options.results))
-    cases = _plans.read(lines)
+    home_lines = list(_report.read(options.at_home))
+    cases, at_home = _plans.read(lines), _plans.read(home_lines)
     fitted = [case for case in cases if not case.config.held_out]
     if options.fit:
         trials = {}
@@ -143,9 +165,10 @@ def main() -> None:
             trials[penalty] = [cost for found in costs for cost in found]
         penalty = min(trials, key=lambda p: float(np.mean([cost for cost, *_ in trials[p]])))
         source = origin([line for line in lines if line["op"] == _plans.OP])
-        rule = fit(fitted, profile, penalty, source)
+        rule = fit(fitted, profile, penalty, source, at_home_times(at_home, profile))
         data = {"source": rule.source, "penalty": penalty, "ranges": rule.ranges}
-        data["weights"] = rule.weights
+        data |= {"weights": rule.weights, "at_home": rule.at_home}
+        data["at_home_source"] = origin(home_lines)
         ranking._FILE.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
         ranking.fitted.cache_clear()
     rule = ranking.fitted()
@@ -153,6 +176,9 @@ def main() -> None:
     for name, some in (("fitted", fitted), ("held-out", held_out)):
         for label, cost_of in COSTS.items():
             print(text(f"{name} shapes, {label}", regrets(some, profile, rule, cost_of)))
+    for label, cost_of in COSTS.items():
+        costs = regrets(at_home, profile, rule, cost_of)
+        print(text(f"all rows at home, {label}", costs))
 
 
 if __name__ == "__main__":

@@ -237,16 +237,20 @@ def test_luck_is_no_regret(evidence):
 
 def test_plans_that_follow_themselves(evidence):
     plans = importlib.import_module("_plans")
-    config = evidence._exhibits._sweep.load_configs()[0]
-    thrifty = plans.Measured("a", None, 100.0, (100.0, 100.0), alone_us=(104.0, 106.0))
-    hungry = plans.Measured("b", None, 98.0, (98.0, 98.0), alone_us=(110.0, 108.0))
-    slow = plans.Measured("c", None, 120.0, (120.0, 120.0))
-    case = plans.Case(config, None, (thrifty, hungry, slow))
+    sweep = evidence._exhibits._sweep
+    config = sweep.load_configs()[0]
+    profile = machine.load("h200x2")
+    plan, once = (sweep.plan_of(config, arm, profile) for arm in ("planner", sweep.AS_IT_IS))
+    thrifty = plans.Measured("a", plan, 100.0, (100.0, 100.0), alone_us=(104.0, 106.0))
+    hungry = plans.Measured("b", plan, 98.0, (98.0, 98.0), alone_us=(110.0, 108.0))
+    slow = plans.Measured("c", plan, 120.0, (120.0, 120.0))
+    two_ranks = plans.Measured("d", once, 90.0, (90.0, 90.0), alone_us=(180.0, 180.0))
+    case = plans.Case(config, None, (thrifty, hungry, slow, two_ranks))
     assert case.typical_us(thrifty) == pytest.approx(100.0**0.8 * 105.0**0.2)
     # Not timed alone: as much slower as the others are.
     assert case.typical_us(slow) == pytest.approx(120.0 * ((1.05 + 109 / 98) / 2) ** 0.2)
-    assert plans.regret_alone(case.plans, hungry) == pytest.approx((110 / 104 + 108 / 106) / 2 - 1)
-    assert plans.regret_alone(case.plans, slow) is None
+    assert plans.regret_alone(case.rivals, hungry) == pytest.approx((110 / 104 + 108 / 106) / 2 - 1)
+    assert plans.regret_alone(case.rivals, slow) is None
     assert plans.Case(config, None, (slow,)).typical_us(slow) == 120.0
 
 

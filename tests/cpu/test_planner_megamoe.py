@@ -17,7 +17,7 @@ from xstage_ext.planner import choose as planner
 from xstage_ext.planner import dispatch, ranking
 from xstage_ext.planner.choose import Instance, candidates, choose, floors
 from xstage_ext.planner.problem import MoEProblem
-from xstage_ext.planner.ranking import AT_HOME, FAMILIES, Ranking
+from xstage_ext.planner.ranking import FAMILIES, Ranking
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PROFILE = machine.load("h200x2")
@@ -82,6 +82,7 @@ def test_the_ranking_follows_its_weights(monkeypatch: pytest.MonkeyPatch) -> Non
         flat | {"wave st 64": [0.0, 0.1, 0, 0, 0, 0], "inter paced 48": [-0.01, 0, 0, 0, 0, 0]},
         [(-1.0, 1.0)] * 3,
         "made up",
+        {"wave st 128": 1.0, "inter paced 48": 1.5},
     )
     monkeypatch.setattr(ranking, "fitted", lambda: rule)
     bound_by_link = dataclasses.replace(LARGE, intermediate=64, max_tokens=4100)
@@ -93,14 +94,15 @@ def test_the_ranking_follows_its_weights(monkeypatch: pytest.MonkeyPatch) -> Non
     assert dict(decision.expected)["inter paced 48"] == pytest.approx(math.exp(-0.01 - least))
     assert "wave with st stores takes 4.0% less than the best interleaved" in decision.reason
     alone = dataclasses.replace(LARGE, world=1, num_experts=16, max_tokens=4100)
-    assert dict(choose(alone, PROFILE).expected) == AT_HOME
-    assert choose(alone, PROFILE).family == "inter paced 48"
+    assert dict(choose(alone, PROFILE).expected) == rule.at_home
+    assert choose(alone, PROFILE).family == "wave st 128"
 
 
 def test_shipped_weights_cover_every_family() -> None:
     shipped = ranking.fitted()
-    assert shipped.weights.keys() == FAMILIES.keys() == AT_HOME.keys()
-    assert list(AT_HOME.values()) == sorted(AT_HOME.values()) and min(AT_HOME.values()) == 1.0
+    assert shipped.weights.keys() == FAMILIES.keys() == shipped.at_home.keys()
+    times = list(shipped.at_home.values())
+    assert times == sorted(times) and times[0] == 1.0
     assert all(len(weights) == 6 for weights in shipped.weights.values())
     assert all(low < high for low, high in shipped.ranges)
 

@@ -43,18 +43,8 @@ out."""
 DEFAULTS = {"group_blocks": 16, "mix": 0, "slice_rows": 1, "x_ring_blocks": 64, "idle_sms": 0}
 """Groups are whole experts up to 16 m-blocks; all SMs work."""
 
-AT_HOME = {
-    "inter paced 48": 1.0,
-    "inter paced 128": 1.002,
-    "wave paced 64": 1.009,
-    "mixed paced 16 g8": 1.01,
-    "wave st 128": 1.013,
-    "mixed st 32 g8": 1.015,
-    "wave st 64": 1.017,
-}
-"""Where no row crosses the link: mean times of seven layers on one H200 over the fastest family's,
-docs/perf_log.md."""
-
+NEAR = 0.05
+"""Features (logarithms) so far outside of what was measured still count as measured: 5%."""
 
 LEAST_LINK = 0.6
 """Where the link takes less than this share of the time of arithmetic, how much less says no more
@@ -97,15 +87,20 @@ class Ranking:
         end.
     source : str
         What was measured, where and when.
+    at_home : dict
+        By family, the fastest first: mean time where no row crosses the link, over the fastest
+        family's.
     """
 
     weights: dict[str, list[float]]
     ranges: list[tuple[float, float]]
     source: str
+    at_home: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def covers(self, values: Sequence[float]) -> bool:
-        """Whether features lie among those of the shapes fitted to."""
-        return all(low <= v <= high for v, (low, high) in zip(values, self.ranges, strict=True))
+        """Whether features lie among those of the shapes fitted to, or `NEAR` them."""
+        ends = zip(values, self.ranges, strict=True)
+        return all(low - NEAR <= v <= high + NEAR for v, (low, high) in ends)
 
     def log_times(self, values: Sequence[float]) -> dict[str, float]:
         """By family, from features."""
@@ -124,7 +119,7 @@ def fitted() -> Ranking:
     """The weights that the package ships."""
     data = json.loads(_FILE.read_text(encoding="utf-8"))
     ranges = [(low, high) for low, high in data["ranges"]]
-    return Ranking(data["weights"], ranges, data["source"])
+    return Ranking(data["weights"], ranges, data["source"], data["at_home"])
 
 
 def covers(problem: MoEProblem, profile: machine.MachineProfile, dispatch: str) -> bool:
@@ -137,7 +132,7 @@ def relative_times(
 ) -> dict[str, float]:
     """Expected time of every family over that of the fastest, the fastest first."""
     if problem.remote == 0.0:
-        return dict(AT_HOME)
+        return dict(fitted().at_home)
     logs = fitted().log_times(features(problem, profile, dispatch))
     least = min(logs.values())
     return {name: math.exp(logs[name] - least) for name in sorted(logs, key=lambda n: logs[n])}
