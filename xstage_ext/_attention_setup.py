@@ -23,9 +23,9 @@ from .planner.attention_choice import (
 )
 from .support import describe, device_reason, natively, why_not
 
-IMPLS = ("auto", "fa3", "fa4", "torch")
 Rows = int | Sequence[int]
 
+IMPLS = ("auto", "fa3", "fa4", "torch")
 PATHS = ("fused", "serial", "torch")
 """From best to last resort: attention that stores to the owners; our All-to-All around a local
 attention; torch.distributed around torch's attention."""
@@ -275,6 +275,10 @@ def refuse_options(
     attn_mask: torch.Tensor | None, dropout_p: float, joint: object, joint_rows: object
 ) -> None:
     """What callers of other attention functions may pass, and no path computes."""
+    if joint is None and joint_rows is not None:
+        raise ValueError(
+            f"xstage.UlyssesAttention: joint_rows: expected None without joint, got {joint_rows!r}"
+        )
     if attn_mask is not None:
         raise NotImplementedError(
             "xstage.UlyssesAttention: attn_mask: only masks of whole keys are supported; pass "
@@ -294,27 +298,6 @@ def check_scale(scale: float | None) -> None:
         )
 
 
-def check_tensors(
-    operands: Operands, head_dim: int, dtype: torch.dtype, device: torch.device, prefix: str = ""
-) -> None:
-    """Types that no path accepts; `prefix` goes before q, k and v in error texts.
-
-    if joint is None and joint_rows is not None:
-        raise ValueError(
-            f"xstage.UlyssesAttention: joint_rows: expected None without joint, got {joint_rows!r}"
-        )
-    Raises
-    ------
-    TypeError, ValueError, NotImplementedError
-    """
-    if len(operands) != 3:
-        raise ValueError(
-            f"xstage.UlyssesAttention: {prefix.strip()}: expected three tensors (q, k, v), got "
-            f"{len(operands)}"
-        )
-    for letter, tensor in zip("qkv", operands, strict=True):
-        name = prefix + letter
-        if tensor.dtype != dtype or not lies_on(tensor, device):
 def check_places(device: torch.device, **others: torch.Tensor | None) -> None:
     """Tensors beside q, k and v: on the module's device, if they are given."""
     for name, tensor in others.items():
@@ -340,6 +323,24 @@ def check_dims(operands: Operands, head_dim: int | str, prefix: str = "") -> Non
             )
 
 
+def check_tensors(
+    operands: Operands, head_dim: int, dtype: torch.dtype, device: torch.device, prefix: str = ""
+) -> None:
+    """Types that no path accepts; `prefix` goes before q, k and v in error texts.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+    """
+    if len(operands) != 3:
+        raise ValueError(
+            f"xstage.UlyssesAttention: {prefix.strip()}: expected three tensors (q, k, v), got "
+            f"{len(operands)}"
+        )
+    check_dims(operands, head_dim, prefix)
+    for letter, tensor in zip("qkv", operands, strict=True):
+        name = prefix + letter
+        if tensor.dtype != dtype or not lies_on(tensor, device):
             raise TypeError(
                 f"xstage.UlyssesAttention: {name}: expected {dtype} on {device}, got "
                 f"{tensor.dtype} on {tensor.device}"
@@ -354,7 +355,6 @@ def check_dims(operands: Operands, head_dim: int | str, prefix: str = "") -> Non
 def refuse_shapes(operands: Operands, problem: AttentionProblem, rank: int) -> None:
     """Name the operand whose rows or heads do not fit, the whole head counts and the degree."""
     queries = (problem.rows[rank], problem.heads)
-    check_dims(operands, head_dim, prefix)
     keys = (problem.key_rows[rank], problem.kv_heads)
     for name, tensor, (rows, heads) in zip("qkv", operands, (queries, keys, keys), strict=True):
         if tuple(tensor.shape[:3]) != (problem.batch, rows, heads):
