@@ -11,6 +11,7 @@ import torch.distributed as dist
 from . import _env
 from ._arguments import integer, is_number, lies_on
 from ._attention_paths import Operands
+from ._groups import first_said
 from .errors import PeerError, WorkspaceError, XStageError
 from .key_segments import segments_from_mask
 from .planner.attention import MAX_RANKS, AttentionPlan, even_split
@@ -29,6 +30,8 @@ IMPLS = ("auto", "fa3", "fa4", "torch")
 PATHS = ("fused", "serial", "torch")
 """From best to last resort: attention that stores to the owners; our All-to-All around a local
 attention; torch.distributed around torch's attention."""
+Path = tuple[str, str | None, str | None]
+"""One of `PATHS`, why it is not the fused one, and who insists on the kernels."""
 
 
 def wanted_impl(impl: str) -> tuple[str, str]:
@@ -102,19 +105,18 @@ def workspace_bytes(plan: AttentionPlan, problem: AttentionProblem) -> tuple[int
     return (0 if problem.world == 1 else inputs), outputs
 
 
-def first_path(
-    problem: AttentionProblem, device: torch.device, impl: str, source: str
-) -> tuple[str, str | None]:
-    """The best path that this rank can take, and why it is not the fused one."""
+def first_path(problem: AttentionProblem, device: torch.device, impl: str, source: str) -> Path:
+    """The best path that this rank can take."""
     if impl == "torch":
-        return "torch", source
+        return "torch", source, None
+    insists = None if impl == "auto" else source
     reason = why_not(problem, device)
     if reason is None:
-        return "fused", None
+        return "fused", None, insists
     whole = ranks_reason(problem) is None and device_reason(device) is None
     if whole and has_kernel("ulysses_a2a", device):
-        return "serial", reason
-    return "torch", reason
+        return "serial", reason, insists
+    return "torch", reason, insists
 
 
 def decided(
@@ -128,18 +130,20 @@ def decided(
 
 
 def agree_on_path(
-    own: tuple[str, str | None],
-    facts: Mapping[str, str],
+    own: Path,
+    facts: Mapping[str, object],
     refusal: Exception | None,
     world: int,
     group: dist.ProcessGroup | None,
-) -> tuple[str, str | None]:
+) -> Path:
     """The last resort among all ranks' paths is every rank's path; collective.
+
+    One rank that insists on the kernels does so for every rank.
 
     Parameters
     ----------
     own
-        This rank's path and its reason.
+        This rank's path, as `first_path` says it.
     facts
         What must be the same on every rank.
     refusal
@@ -152,8 +156,8 @@ def agree_on_path(
     PeerError
         Another rank refused.
     """
-    everyone: list[tuple[tuple[str, str | None], Mapping[str, str], str | None]]
-    everyone = [(own, facts, None if refusal is None else str(refusal))] * world
+    texts = {name: str(value) for name, value in facts.items()}
+    everyone = [(own, texts, None if refusal is None else str(refusal))] * world
     if world > 1:
         dist.all_gather_object(everyone, everyone[0], group=group)
     if refusal is not None:
@@ -163,19 +167,19 @@ def agree_on_path(
             raise PeerError(f"rank {rank} of {world} refused the call: {theirs}")
     differing = [name for name in facts if len({other[1][name] for other in everyone}) > 1]
     if differing:
-        texts = [
+        problems = [
             f"{name}: " + ", ".join(f"rank {r} has {o[1][name]}" for r, o in enumerate(everyone))
             for name in differing
         ]
         raise WorkspaceError(
-            f"xstage.UlyssesAttention: the ranks disagree: {'; '.join(texts)}; rows and kv_rows "
+            f"xstage.UlyssesAttention: the ranks disagree: {'; '.join(problems)}; rows and kv_rows "
             "say how many rows each rank has"
         )
     last = max(range(world), key=lambda rank: PATHS.index(everyone[rank][0][0]))
-    path, reason = everyone[last][0]
-    if reason is None or (path, reason) == own:
-        return path, reason
-    return path, f"rank {last}: {reason}"
+    path, reason, _ = everyone[last][0]
+    if reason is not None and (path, reason) != own[:2]:
+        reason = f"rank {last}: {reason}"
+    return path, reason, first_said([theirs for (_, _, theirs), *_ in everyone], own[2])
 
 
 def shares_of(rows: Rows, world: int, name: str) -> tuple[int, ...]:

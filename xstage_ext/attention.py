@@ -50,7 +50,7 @@ from ._attention_setup import (
     with_text,
     workspace_bytes,
 )
-from ._group_module import GroupModule
+from ._group_module import GroupModule, whose_memory
 from .errors import PlanError, WorkspaceError
 from .planner.attention import check_launch_fields
 from .planner.attention_choice import AttentionDecision, AttentionProblem, decide
@@ -154,7 +154,8 @@ class UlyssesAttention(GroupModule):
         problem = self._problem((1,) * self.world, None, 1)
         self._facts["heads_per_rank"] = problem.heads_per_rank  # nobody else's list
         reason = kernel_reason(problem, self.device)
-        if self._wanted in ("fa3", "fa4") and reason is not None:
+        if self._wanted in ("fa3", "fa4") and reason is not None and self.world == 1:
+            # Otherwise `prepare` tells all ranks.
             raise PlanError(f"xstage.UlyssesAttention: {self._source}, but {reason}")
         self._forget()
 
@@ -214,7 +215,7 @@ class UlyssesAttention(GroupModule):
         WorkspaceError
             The ranks disagree (named), or `share` has too little memory.
         PlanError
-            impl="fa3" or "fa4", and the kernels or the memory cannot be had.
+            A rank has impl="fa3" or "fa4", and kernels or memory cannot be had on every rank.
         """
         key_rows = None if kv_rows is None else self._shares(kv_rows, "kv_rows")
         self._prepare(self._problem(self._shares(rows, "rows"), key_rows, batch), workspace, share)
@@ -228,10 +229,10 @@ class UlyssesAttention(GroupModule):
         self.close()
         self._closed = False
         own = first_path(problem, self.device, self._wanted, self._source)
-        facts = {field: str(value) for field, value in vars(problem).items()}
-        facts |= {"scale": str(self.scale), "plan": str(self._fields)}
+        facts = vars(problem) | {"scale": self.scale, "plan": self._fields}
+        facts |= {"memory": whose_memory(workspace, share)}
         self.decision, refusal = decided(problem, self._fields)
-        path, self.fallback_reason = agree_on_path(own, facts, refusal, self.world, self.group)
+        path, reason, insists = agree_on_path(own, facts, refusal, self.world, self.group)
         assert self.decision is not None
         if path != "torch":
             try:
@@ -240,16 +241,15 @@ class UlyssesAttention(GroupModule):
                     self._memory.share(share._memory, needed)
                 else:
                     self._memory.reserve(needed, workspace, self.group, self.device)
-            except WorkspaceError as error:
-                # The same on every rank; so is the way out.
+            except WorkspaceError as error:  # the same on every rank; so is the way out
                 if workspace is not None or share is not None:
                     raise
-                path, self.fallback_reason = "torch", str(error)
-        if self.fallback_reason is not None and self._wanted in ("fa3", "fa4"):
-            raise PlanError(f"xstage.UlyssesAttention: {self._source}, but {self.fallback_reason}")
-        if path == "fused" and self.decision.action == "serial" and self._wanted == "auto":
+                path, reason = "torch", str(error)
+        if reason is not None and insists is not None:
+            raise PlanError(f"xstage.UlyssesAttention: {insists}, but {reason}")
+        if path == "fused" and self.decision.action == "serial" and insists is None:
             path = "serial"
-        self.path = path
+        self.path, self.fallback_reason = path, reason
         if path == "torch":
             self._memory.call_the_roll(self.group)
         local_kernel = kernel_reason(problem, self.device) is None
@@ -395,6 +395,6 @@ class UlyssesAttention(GroupModule):
         if torch.compiler.is_compiling():
             raise refusal
         if self.path is None and not (self._closed or capturing(self.device)):
-            agree_on_path(("torch", None), {}, refusal, self.world, self.group)
+            agree_on_path(("torch", None, None), {}, refusal, self.world, self.group)
         self._memory.refuse(refusal)
         raise refusal

@@ -1,0 +1,206 @@
+"""Ranks that come late to what the others gave up on, or that want different things.
+
+A late rank waits until the others say that they gave up, so no scenario depends on how fast
+anybody is; deadlines are short only while somebody is to miss one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+import xstage_ext.attention as attention_module
+import xstage_ext.megamoe as megamoe_module
+from xstage_ext import MegaMoE, SymmetricWorkspace, UlyssesAttention, _attention_setup
+from xstage_ext._exchange import Exchange
+from xstage_ext.errors import PeerError, PeerTimeout, XStageError
+
+from . import attention, moe
+from .scenarios import Place, exchange, report, reported
+
+
+@contextlib.contextmanager
+def hasty(hosts: Exchange, late: int) -> Iterator[None]:
+    """Exchanges inside are given up soon, but not by the late rank."""
+    patient = hosts.seconds
+    if hosts.rank != late:
+        hosts.seconds = 0.3
+    yield
+    hosts.seconds = patient
+
+
+def missed(place: Place, late: int, times: int, call: Callable[[], Any], what: str) -> list[str]:
+    """Calls that fail, everywhere as often; the late rank makes them when the others have."""
+    if place.rank == late:
+        place.store.wait([f"{what}/{r}" for r in range(place.world) if r != late])
+    errors = []
+    started = time.monotonic()
+    for _ in range(times):
+        try:
+            call()
+        except XStageError as error:
+            assert isinstance(error, (PeerError, PeerTimeout)), error
+            errors.append(f"{type(error).__name__}: {error}")
+    assert len(errors) == times, errors
+    if place.rank == late:
+        assert time.monotonic() - started < 10, "a late rank waits for nobody"
+    else:
+        place.store.set(f"{what}/{place.rank}", "")
+    return errors
+
+
+def calls_and_resets(place: Place, late: int) -> None:
+    """A rank misses a call and two resets that the others' next calls make."""
+    workspace = place.workspace(timeout_ms=1000)
+    lease = workspace.channel("layer.0", 1 << 16)
+    exchange(lease, 0)
+    with hasty(workspace._exchange, late):
+        report(errors=missed(place, late, 3, lambda: exchange(lease, 1), "calls"))
+    for call in range(3):
+        exchange(lease, call)  # looks at every rank's data, so call by call they meet
+    workspace.close()
+
+
+def second_half(place: Place, late: int) -> None:
+    """All come to a reset, and one of them is slow between its halves."""
+    workspace = place.workspace(timeout_ms=20_000)
+    lease = workspace.channel("layer.0", 1 << 16)
+    exchange(lease, 0)
+    with contextlib.suppress(ValueError, PeerError), lease.guard():
+        if place.rank == 0:
+            raise ValueError("on purpose")
+        exchange(lease, 1)
+    zero = workspace._zero_channel
+
+    def slow(*which: Any, **options: Any) -> None:
+        if place.rank == late:
+            place.store.wait([f"half/{r}" for r in range(place.world) if r != late])
+        zero(*which, **options)
+
+    errors = []
+    with hasty(workspace._exchange, late):
+        workspace._zero_channel = slow  # type: ignore[method-assign]
+        try:
+            exchange(lease, 2)
+        except (PeerError, PeerTimeout) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+        place.store.set(f"half/{place.rank}", "")
+        workspace._zero_channel = zero  # type: ignore[method-assign]
+    report(errors=errors)
+    for call in range(3):
+        exchange(lease, call)
+    workspace.close()
+
+
+def resets(place: Place, late: int) -> None:
+    """The others ask for resets in vain; then each rank asks once, and all have it."""
+    workspace = place.workspace(timeout_ms=20_000)
+    lease = workspace.channel("layer.0", 1 << 16)
+    exchange(lease, 0)
+    with hasty(workspace._exchange, late):
+        if place.rank != late:
+            missed(place, late, 2, workspace.reset, "resets")
+        else:
+            place.store.wait([f"resets/{r}" for r in range(place.world) if r != late])
+    workspace.reset()
+    for call in range(3):
+        exchange(lease, call)
+    workspace.close()
+
+
+def fallback(place: Place, late: int, kind: str) -> None:
+    """A rank misses two calls of a fallback; nobody enters a collective alone."""
+    place.join("gloo")
+    module, call = _prepared(place, kind, impl="fallback" if kind == "moe" else "torch")
+    call(0)
+    roll = module._roll_call if isinstance(module, MegaMoE) else module._memory.roll_call
+    assert roll is not None
+    with hasty(roll._exchange, late):
+        report(errors=missed(place, late, 2, lambda: call(1), "calls"))
+    for number in range(2, 5):
+        call(number)
+    module.close()
+    dist.destroy_process_group()
+
+
+def _made(place: Place, kind: str, **options: Any) -> MegaMoE | UlyssesAttention:
+    if kind == "moe":
+        return moe.layer(place, **options)
+    return UlyssesAttention(4, 64, device=place.device, **options)
+
+
+def _prepared(place: Place, kind: str, **options: Any) -> tuple[Any, Callable[[int], None]]:
+    """A module, and a call of it that is compared with the reference."""
+    module = _made(place, kind, **options)
+    if isinstance(module, MegaMoE):
+        layer = module
+        layer.prepare()
+        return layer, lambda number: moe.assert_right(
+            layer, *moe.tokens(place.rank, number, 20 + place.rank)
+        )
+    module.prepare(65)
+    return module, lambda number: attention.assert_right(place, module, 65, 4, 4, number)
+
+
+def _lack(kind: str, what: str) -> None:
+    """From here on this process has no kernels, or every workspace is too large for it."""
+    reason, huge = "no kernels here", 1 << 46
+    if kind == "moe" and what == "kernels":
+        megamoe_module.why_not = lambda *_: reason  # type: ignore[assignment]
+    elif kind == "moe":
+        MegaMoE.bytes = lambda _: huge  # type: ignore[method-assign]
+    elif what == "kernels":
+        attention_module.kernel_reason = _attention_setup.kernel_reason = lambda *_: reason
+    else:
+        attention_module.workspace_bytes = lambda *_: (huge, huge)
+
+
+def other_wishes(place: Place, kind: str, impls: list[str], lacking: list[str]) -> None:
+    """Every rank has its own `impl`, and lacks something or not; then a plain module is made."""
+    place.join("gloo")
+    if lacking[place.rank]:
+        _lack(kind, lacking[place.rank])
+    report(own=_path_or_error(place, kind, impl=impls[place.rank]))
+    report(plain=_path_or_error(place, kind))
+    dist.destroy_process_group()
+
+
+def _path_or_error(place: Place, kind: str, **options: Any) -> str:
+    """Make, prepare and call a module."""
+    try:
+        module, call = _prepared(place, kind, **options)
+    except XStageError as error:
+        return f"{type(error).__name__}: {error}"
+    call(0)
+    path: str = module.impl if kind == "moe" else module.path
+    module.close()
+    return path
+
+
+def serial_by_plan(place: Place, impls: list[str]) -> None:
+    """The planner prefers the serial path, which a rank that insists on the kernels rules out."""
+    place.join("gloo")
+    decided = attention_module.decided
+
+    def serially(*given: Any) -> Any:
+        decision, refusal = decided(*given)
+        assert decision is not None
+        return dataclasses.replace(decision, action="serial"), refusal
+
+    attention_module.decided = serially
+    report(path=_path_or_error(place, "attention", impl=impls[place.rank]))
+    dist.destroy_process_group()
+
+
+def other_memory(place: Place, kind: str) -> None:
+    """Rank 1 brings a workspace, rank 0 none."""
+    place.join("gloo")
+    with SymmetricWorkspace(nbytes=1 << 24, device=place.device) as workspace:
+        module = _made(place, kind)
+        given = () if kind == "moe" else (65,)
+        reported(lambda: module.prepare(*given, workspace=[None, workspace][place.rank]))
