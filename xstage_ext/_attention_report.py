@@ -75,6 +75,13 @@ class AttentionReport:
         return "serial" if self.decision.action == "serial" else sends(self.decision.plan)
 
     @property
+    def no_kernel(self) -> str | None:
+        """Why no kernel would run, so that torch and NCCL do; None where one would."""
+        if self.problem.head_dim in HEAD_DIMS:
+            return None
+        return f"No kernel for head size {self.problem.head_dim} (compiled: {HEAD_DIMS_TEXT})"
+
+    @property
     def bursts(self) -> tuple[BurstReport, ...]:
         """The law for every way."""
         return tuple(
@@ -94,6 +101,7 @@ class AttentionReport:
                 | {"bursts_per_tile": way.bursts, "shadow_adds_us": way.shadow_adds_us}
                 for way, burst in zip(self.ways, self.bursts, strict=True)
             ],
+            "no_kernel": self.no_kernel,
             "not_measured": self.beyond,
         }
 
@@ -116,11 +124,8 @@ class AttentionReport:
         """For people."""
         d = self.decision
         lines = []
-        if self.problem.head_dim not in HEAD_DIMS:
-            lines.append(
-                f"No kernel for head size {self.problem.head_dim} (compiled: {HEAD_DIMS_TEXT}): "
-                "torch and NCCL run. With a kernel it would be:"
-            )
+        if self.no_kernel is not None:
+            lines.append(f"{self.no_kernel}: torch and NCCL run. With a kernel it would be:")
         told = d.predicted_us if self.ways else {"attention": d.predicted_us["attention"]}
         times = ", ".join(f"{name} {us:.1f}" for name, us in told.items())
         lines.append(f"{d.action}: {d.reason}.")

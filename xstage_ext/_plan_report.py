@@ -110,6 +110,20 @@ class PlanReport:
         source = self.timed or "no source"
         return f"times of this layer in the table of XSTAGE_PLANS: {source}{besides}"
 
+    def parts(self) -> str:
+        """Where the predicted time goes, mean over the SMs; whole us that add up to the total."""
+        s = self.simulation
+        parts = {
+            "arithmetic": round(s.mean("math_us")),
+            "waiting for the link": round(s.stall_us),
+            "loads in a shadow": round(s.mean("shadow_wait_us")),
+            "waiting for flags": round(s.mean("flag_wait_us")),
+            "combine": round(s.combine_us),
+        }
+        other = round(s.total_us) - sum(parts.values())
+        parts["other"] = other  # set-up, epilogues, memory, uneven ends
+        return ", ".join(f"{name} {us}" for name, us in parts.items())
+
     def text(self) -> str:
         """For people."""
         d, s = self.decision, self.simulation
@@ -117,10 +131,7 @@ class PlanReport:
         lines = [
             f"{d.action}: {d.reason}.",
             f"Predicted {s.total_us:.0f} us per rank and call by profile {d.profile} "
-            f"({d.provenance}): arithmetic {s.mean('math_us'):.0f}, waiting for the link "
-            f"{s.stall_us:.0f}, loads in a shadow {s.mean('shadow_wait_us'):.0f}, waiting for "
-            f"flags {s.mean('flag_wait_us'):.0f}, combine {s.combine_us:.0f}; "
-            f"egress {s.egress_GBps:.0f} GB/s.",
+            f"({d.provenance}): {self.parts()}; egress {s.egress_GBps:.0f} GB/s.",
             f"Floors: arithmetic {d.floors.compute_us:.0f}, link {d.floors.egress_us:.0f}, "
             f"weights {d.floors.weights_us:.0f} us. Workspace {d.bytes / 1e6:.0f} MB per rank.",
             *([self.beyond] if self.beyond else []),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -161,6 +162,22 @@ def test_plan_attention(tmp_path):
     decision = json.loads(run("plan", "attention", *shape, "--json"))
     assert decision["action"] in ("piggyback", "serial")
     assert decision["predicted_us"]["fused"] > decision["predicted_us"]["attention"]
+
+
+def test_plans_of_attention_say_where_no_kernel_would_run():
+    shape = ["plan", "attention", "8", "--sequence", "100000", "--head-dim"]
+    assert strict(run(*shape, "128", "--json"))["no_kernel"] is None
+    told = "No kernel for head size 96 (compiled: 64 and 128)"
+    assert strict(run(*shape, "96", "--json"))["no_kernel"] == told
+    assert run(*shape, "96").startswith(f"{told}: torch and NCCL run.")
+
+
+def test_the_parts_of_a_prediction_add_up():
+    line = next(line for line in run("plan", "moe", *MOE).splitlines() if "Predicted" in line)
+    total, told = re.match(r"Predicted (\d+) us .*?: (.*); egress", line).groups()
+    parts = dict(part.rsplit(" ", 1) for part in told.split(", "))
+    assert {"arithmetic", "combine", "other"} <= parts.keys()
+    assert sum(map(int, parts.values())) == int(total)
 
 
 def test_explain_prints_the_law():
