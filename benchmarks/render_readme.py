@@ -20,8 +20,11 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import _plans
 import _report
 import _sweep
+
+from xstage_ext import machine
 
 FEWEST = 20  # samples that a median should have
 PAGES = [_report.ROOT / "README.md", *sorted(_report.ROOT.glob("csrc/*/README.md"))]
@@ -155,6 +158,33 @@ def _sweep_cells(complete: Sequence[Mapping[str, Line]], arms: Sequence[str]) ->
     return cells
 
 
+def at_home() -> str:
+    """Geometric means by model, all rows at home: the planner's plans and dense products."""
+    lines = list(_report.read("at_home.jsonl"))
+    if not lines:
+        return "No results yet: `python benchmarks/bench_at_home.py --record`."
+    profile = machine.load("h200x2")
+    groups: dict[str, list[tuple[float, float, float]]] = {}
+    for case in _plans.read(lines):
+        wave, ours = (
+            case.of(_sweep.plan_of(case.config, a, profile)) for a in ("wave/st", "planner")
+        )
+        if wave is not None and ours is not None and case.matrix_tflops is not None:
+            dense_us = case.load.flops / case.matrix_tflops / 1e6
+            groups.setdefault(case.config.model, []).append((wave.us, ours.us, dense_us))
+    groups["**all**"] = [times for some in groups.values() for times in some]
+    rows = []
+    for model, times in groups.items():
+        means = [_sweep.geometric_mean(column) for column in zip(*times, strict=True)]
+        ratios = [wave / ours for wave, ours, _ in times]
+        cells = [f"{us:.0f}" for us in means]
+        cells += [f"{ratio:.3f}x" for ratio in (means[0] / means[1], min(ratios), max(ratios))]
+        rows.append([model, str(len(times)), *cells, f"{means[2] / means[1]:.0%}"])
+    head = ["model", "n", "wave/st, us", "planner, us", "dense product, us"]
+    head += ["wave/st over planner", "worst", "best", "dense over planner"]
+    return markdown(head, rows) + "\n\n" + origin(lines)
+
+
 def by_arm(file: str, command: str) -> Callable[[], str]:
     """Per operator a table with a row per shape and a column of medians per arm."""
 
@@ -284,6 +314,7 @@ def a2a_rates() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "sweep": sweep,
+    "at-home": at_home,
     "a2a": by_arm("a2a.jsonl", "torchrun --nproc-per-node 2 benchmarks/bench_a2a.py"),
     "attention": by_arm(
         "attention.jsonl", "torchrun --nproc-per-node 2 benchmarks/bench_attention.py"

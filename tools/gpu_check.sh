@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every GPU check in one call: one-GPU tests, two-rank tests, the benchmarks whose figures stand in
-# benchmarks/results/ (rewritten there), the whole sweep, the machine's profile and its proof. About a
-# quarter of an hour on two H200, on a machine that does nothing else. Each step has its own time limit, so that one
+# benchmarks/results/ (rewritten there), the whole sweep, the machine's profile and its proof. About
+# twenty minutes on two H200, on a machine that does nothing else. Each step has its own time limit, so that one
 # hang does not lose the rest; a short table closes the output.
 #
 #   tools/gpu_check.sh                                  # the installed libraries
@@ -78,6 +78,7 @@ aside=step
 $aside sanitizer 240 env XSTAGE_TEST_LEVEL=2 python3 -m pytest -q tests/gpu -k sanitizer
 step tests-gpu 240 python3 -m pytest -q tests/gpu
 wait
+step bench-at-home 300 python3 benchmarks/bench_at_home.py --record
 if ((gpus >= ranks)); then
   for file in tests/dist/test_*.py; do
     name=$(basename "$file" .py)
