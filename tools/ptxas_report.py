@@ -1,8 +1,8 @@
 """Registers, spills and shared memory of every kernel, from what ptxas said while compiling.
 
 CMake runs nvcc through `ptxas_report.py --record nvcc ...`, which keeps ptxas's lines beside the
-object file. `ptxas_report.py BUILD_DIR` prints them as a table and fails on a spill, or on more
-shared memory than a block may have. Dynamic shared memory comes from the programs that are built of
+object file. `ptxas_report.py BUILD_DIR` prints them as a table and fails on a spill, on matrix
+instructions that wait for each other, or on more shared memory than a block may have. Dynamic shared memory comes from the programs that are built of
 tools/shared_sizes.cu.
 """
 
@@ -20,6 +20,7 @@ ENTRY = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
 STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 USED = re.compile(r"Used (\d+) registers")
 SHARED = re.compile(r"(\d+) bytes smem")
+SERIALIZED = re.compile(r"wgmma.* instructions are serialized.* in the function '(\w+)'")
 MOST_SHARED_BYTES = 227 * 1024  # of a block on compute capability 9.0
 MAY_SPILL = {"megamoe_sm90<true>": 192}
 """Bytes by kernel. The trace build: times and counters that change once per tile; its calls are 1%
@@ -38,6 +39,7 @@ class Kernel:
     spill_bytes: int = 0
     static_shared_bytes: int = 0
     dynamic_shared_bytes: int = 0
+    serialized: bool = False  # its wgmma instructions
 
     @property
     def shared_bytes(self) -> int:
@@ -74,6 +76,9 @@ def parse(text: str, source: str) -> list[Kernel]:
             kernels[-1].registers = int(match[1])
             shared = SHARED.search(line)
             kernels[-1].static_shared_bytes = int(shared[1]) if shared else 0
+    serialized = set(SERIALIZED.findall(text))
+    for kernel in kernels:
+        kernel.serialized = kernel.name in serialized
     return kernels
 
 
@@ -103,7 +108,7 @@ def dynamic_sizes(build_dir: pathlib.Path) -> list[tuple[re.Pattern[str], int]]:
 
 
 def main(build_dir: str) -> int:
-    """Prints the table; 1 on a spill, too much memory, another architecture, or no record."""
+    """Prints the table; 1 on a spill, serial wgmma, too much memory, another GPU, or no record."""
     reports = sorted(pathlib.Path(build_dir).rglob("*.ptxas"))
     if not reports:
         print(f"no ptxas report below {build_dir}; build the _cuda_sm90 target first")
@@ -125,16 +130,19 @@ def main(build_dir: str) -> int:
     spilled = [
         n for n, k in zip(names, kernels, strict=True) if k.spill_bytes > MAY_SPILL.get(n, 0)
     ]
+    serial = [n for n, k in zip(names, kernels, strict=True) if k.serialized]
     large = [n for n, k in zip(names, kernels, strict=True) if k.shared_bytes > MOST_SHARED_BYTES]
     wrong = sorted({k.arch for k in kernels} - {"sm_90a"})
     for name in spilled:
         print(f"FAIL: {name} spills registers")
+    for name in serial:
+        print(f"FAIL: {name} has wgmma instructions that wait for each other")
     for name in large:
         print(f"FAIL: {name} takes more than {MOST_SHARED_BYTES} bytes of shared memory")
     for arch in wrong:
         print(f"FAIL: compiled for {arch}, expected sm_90a only")
     print(f"{len(kernels)} kernels, {len(spilled)} with spills that may not be")
-    return 1 if spilled or large or wrong else 0
+    return 1 if spilled or serial or large or wrong else 0
 
 
 if __name__ == "__main__":

@@ -92,6 +92,12 @@ ptxas info    : Function properties for _Z10not_inlinedv
 """
 
 
+SERIAL = """ptxas info    : (C7520) Potential Performance Loss: wgmma.mma_async instructions are \
+serialized due to program dependence on compiler-inserted WG.AR in divergent path in the function \
+'_Z4fastPf'
+"""
+
+
 def test_ptxas_report_is_parsed() -> None:
     fast, slow = ptxas_report.parse(PTXAS, "k.cu")
     assert (fast.registers, fast.static_shared_bytes, fast.spill_bytes) == (168, 128, 0)
@@ -107,9 +113,14 @@ def test_ptxas_report_is_parsed() -> None:
         (PTXAS.replace("_Z4slowPf", "_Z12megamoe_sm90ILb1EEvv"), 0, "0 with spills"),
         (PTXAS.replace("_Z4slowPf", "_Z12megamoe_sm90ILb0EEvv"), 1, "spills registers"),
         (PTXAS.replace("sm_90a", "sm_90"), 1, "compiled for sm_90, expected sm_90a only"),
+        (
+            SERIAL + PTXAS.split("ptxas info    : Compiling entry function '_Z4slow")[0],
+            1,
+            "FAIL: fast has wgmma instructions that wait for each other",
+        ),
     ],
 )
-def test_ptxas_report_fails_on_a_spill(
+def test_ptxas_report_fails_on_what_costs_speed(
     text: str, status: int, words: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "k.cu.o").touch()
