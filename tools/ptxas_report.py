@@ -2,8 +2,8 @@
 
 CMake runs nvcc through `ptxas_report.py --record nvcc ...`, which keeps ptxas's lines beside the
 object file. `ptxas_report.py BUILD_DIR` prints them as a table and fails on a spill, on matrix
-instructions that wait for each other, or on more shared memory than a block may have. Dynamic shared memory comes from the programs that are built of
-tools/shared_sizes.cu.
+instructions that wait for each other, or on more shared memory than a block may have. Dynamic
+shared memory comes from the programs that are built of tools/shared_sizes.cu.
 """
 
 from __future__ import annotations
