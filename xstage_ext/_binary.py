@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import pathlib
 import re
+import sys
 
 import torch
 
@@ -24,6 +25,19 @@ def library_folder() -> pathlib.Path:
     return pathlib.Path(override) if override else pathlib.Path(__file__).parent
 
 
+def _remedy() -> str:
+    if _env.get("XSTAGE_LIB_DIR") is None:
+        return "run `pip install -e .` in the repository"
+    return "XSTAGE_LIB_DIR names that folder: rebuild into it, or unset the variable"
+
+
+def asked_by_command() -> bool:
+    """Whether the `xstage` command imports the package: its errors are one line, no traceback."""
+    running = pathlib.Path(sys.argv[0]).name if sys.argv else ""
+    modules = {"xstage_ext", "xstage_ext.cli"}
+    return running == "xstage" or (running == "-m" and not modules.isdisjoint(sys.orig_argv))
+
+
 def load() -> None:
     """Loads `_C` always, and the kernels where torch is a CUDA build.
 
@@ -37,13 +51,12 @@ def load() -> None:
     check_torch(torch.__version__)
     registration = library_folder() / "_C.abi3.so"
     if not registration.is_file():
-        raise BinaryError(f"{registration} is missing; run `pip install -e .` in the repository")
+        raise BinaryError(f"{registration} is missing; {_remedy()}")
     try:
         torch.ops.load_library(str(registration))
     except OSError as error:
         raise BinaryError(
-            f"{registration} does not load beside torch {torch.__version__}: {error}; rebuild with "
-            "`pip install -e .`"
+            f"{registration} does not load beside torch {torch.__version__}: {error}; {_remedy()}"
         ) from error
     CUDA_LIBRARY_ERROR = load_kernels(library_folder() / "_cuda_sm90.abi3.so", torch.version.cuda)
 

@@ -1,4 +1,4 @@
-"""What words of the command line mean: a layer's shape, a law of routing."""
+"""What words of the command line mean: a layer's shape, a law of routing, where to write."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import pathlib
 
 import numpy as np
 import numpy.typing as npt
+import torch
 import typer
 
-from .errors import PlanError
+from .errors import PlanError, XStageError
 from .planner.measured import try_folder
 from .planner.problem import MoEProblem
 from .testing import LAWS, make_routing
@@ -84,20 +85,39 @@ def png(path: pathlib.Path | None) -> pathlib.Path | None:
     return path
 
 
+def writable(path: pathlib.Path) -> pathlib.Path:
+    """The file to write that `--out` names; its folder is made and tried before the work begins."""
+    path = path.expanduser()
+    try:
+        try_folder(path)
+    except OSError as error:
+        raise typer.BadParameter(f"{path}: {error.strerror}", param_hint="'--out'") from None
+    return path
+
+
+def needs_gpu(command: str, instead: str) -> None:
+    """Refuses to begin without a GPU, and leaves nothing behind."""
+    if not torch.cuda.is_available():
+        raise XStageError(f"xstage {command}: needs a GPU; {instead}")
+
+
 def heaviest_rank(
     problem: MoEProblem, routing: str, seed: int
 ) -> tuple[npt.NDArray[np.int64], int]:
     """Rows by [source, expert] of the rank with most rows, and that rank."""
-    law, _, exponent = routing.partition(":")
+    law, colon, exponent = routing.partition(":")
     if law not in LAWS:
         raise typer.BadParameter(f"routing: expected one of {', '.join(LAWS)}, got {law}")
+    if law == "balanced" and colon:
+        raise typer.BadParameter(f"routing: expected nothing behind balanced, got {routing}")
+    least = "of 0 or more" if law == "zipf" else "above 0"
     try:
         power = float(exponent or 0.5)
-        if not (math.isfinite(power) and power >= 0.0):
+        if not (math.isfinite(power) and power >= 0.0) or (power == 0.0 and law != "zipf"):
             raise ValueError
     except ValueError:
         raise typer.BadParameter(
-            f"routing: expected a number of 0 or more behind {law}:, e.g. {law}:0.5, got {exponent}"
+            f"routing: expected a number {least} behind {law}:, e.g. {law}:0.5, got {exponent}"
         ) from None
     world, experts = problem.world, problem.num_experts
     drawn = make_routing(

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from .errors import CalibrationError
 from .planner import wire
 
 MECHANISMS = {"st": 0, "bulk": 1, "tma": 2, "pull": 3}
@@ -364,7 +365,7 @@ class LoopTrace:
 
 def _clock_mhz(heads: npt.NDArray[np.int64]) -> float:
     if not np.all(heads[:, 7] == 1):
-        raise RuntimeError(
+        raise CalibrationError(
             f"xstage.burst: {int(np.sum(heads[:, 7] != 1))} of {len(heads)} blocks gave up waiting"
         )
     ns = heads[:, 2] - heads[:, 1]

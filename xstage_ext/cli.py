@@ -23,8 +23,10 @@ from ._cli_words import (
     head_counts,
     heaviest_rank,
     moe_problem,
+    needs_gpu,
     png,
     ranked_moe_problem,
+    writable,
 )
 from ._json import dumps
 from ._plan_report import PlanReport, plan_report
@@ -304,7 +306,8 @@ def calibrate(
     from . import calibrate as command
 
     if refit is None:
-        command.run(out)
+        needs_gpu("calibrate", "`--refit` fits an earlier run again without one")
+        command.run(writable(out))
     else:
         command.print_summary(command.refit(refit, out), console)
 
@@ -322,8 +325,8 @@ def trace(
     """Trace a mixture-of-experts layer on this GPU, or between GPUs under torchrun."""
     from ._trace_moe import ranks, report
 
-    if not torch.cuda.is_available():
-        raise XStageError("xstage trace: needs a GPU; `xstage plan moe` predicts without one")
+    needs_gpu("trace", "`xstage plan moe` predicts without one")
+    out = out and writable(out / "trace.json").parent
     with ranks() as (rank, world):
         problem = ranked_moe_problem("trace", shape, tokens, world, remote_share)
         text = report(problem, _profile(profile), rank, out)
@@ -347,9 +350,8 @@ def tune(
     from ._trace_moe import MoETensors, ranks
     from .planner import measured
 
-    if not torch.cuda.is_available():
-        raise XStageError("xstage tune: needs a GPU; `xstage plan moe` ranks plans without one")
-    out = out.expanduser()
+    needs_gpu("tune", "`xstage plan moe` ranks plans without one")
+    out = writable(out)
     measured.check_writable(out)
     with ranks() as (rank, world):
         problem = ranked_moe_problem("tune", shape, tokens, world, remote_share)
@@ -372,8 +374,8 @@ def validate(
     """Write down what the law predicts for bursts that were not fitted, then measure them."""
     from .validate import run
 
-    out.mkdir(parents=True, exist_ok=True)
-    run(out, profile)
+    needs_gpu("validate", "`xstage explain` predicts without one")
+    run(writable(out / "validation.md").parent, profile)
 
 
 @app.command()
@@ -389,8 +391,8 @@ def main() -> None:
     """Entry point; errors of the package are one line, not a traceback."""
     try:
         app()
-    except (XStageError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
+    except (XStageError, OSError, MemoryError) as error:
+        typer.echo(f"error: {str(error) or 'out of memory'}", err=True)
         raise SystemExit(1) from None
 
 

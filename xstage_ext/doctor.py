@@ -170,13 +170,15 @@ def _measure_rank(session: Session, profile: MachineProfile) -> dict[str, Any]:
 def run(profile_source: str | None = None) -> list[Check]:
     """Check this machine; empty on ranks that do not lead."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if num_gpus == 0:
-        return [Check("GPUs", "wrong", "torch sees no CUDA device; a CPU build, or no driver")]
     facts = [gpu_facts(index) for index in range(num_gpus)]
     try:
-        profile = machine.load(profile_source, None if profile_source else facts[0].name)
+        profile = machine.load(
+            profile_source, facts[0].name if facts and not profile_source else None
+        )
     except ProfileError as error:
         return [Check("profile", "wrong", str(error))]
+    if not facts:
+        return [Check("GPUs", "wrong", "torch sees no CUDA device; a CPU build, or no driver")]
     checks = [Check("profile", "ok", f"{profile.name}, {profile.provenance}, {profile.date}")]
     if profile.provenance != "measured":
         text = "its numbers were not measured on such a machine; run `xstage calibrate`"

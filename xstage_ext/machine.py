@@ -328,7 +328,7 @@ def _read(chosen: str) -> MachineProfile:
 @functools.lru_cache(maxsize=32)
 def _parsed(path: str, *state: int) -> MachineProfile:
     """Cached until the file changes; `state` says that it has."""
-    text = pathlib.Path(path).read_text(encoding="utf-8")
+    text = pathlib.Path(path).read_text(encoding="utf-8", errors="replace")
     return from_json(text, f"machine profile {os.path.basename(path)}")
 
 

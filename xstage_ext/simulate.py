@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from .errors import BinaryError, PlanError
 from .machine import MachineProfile
 from .model import drain_GBps
 from .planner.megamoe import DISPATCHES, STORES, MegaMoePlan
@@ -244,6 +245,11 @@ def simulate_megamoe(
     num_tokens : int, optional
         Tokens of a rank, for the combine and for how many of them several experts want; the plan's
         `max_tokens` without it.
+
+    Raises
+    ------
+    PlanError
+        These numbers have no simulation: a plan whose tiles wait for each other, rates of nothing.
     """
     tokens = plan.max_tokens if num_tokens is None else num_tokens
     rows = np.asarray(counts, dtype=np.int64)
@@ -254,9 +260,12 @@ def simulate_megamoe(
     def run(rate: float, trace: bool) -> tuple[torch.Tensor, ...]:
         machine = _machine(plan, profile, coupling, assume, rows.sum(axis=0), rate, tokens)
         flat = rows.reshape(-1).tolist()
-        found: tuple[torch.Tensor, ...] = torch.ops.xstage.megamoe_simulate(
-            plan.words(), flat, rank, machine, rates, trace
-        )
+        try:
+            found: tuple[torch.Tensor, ...] = torch.ops.xstage.megamoe_simulate(
+                plan.words(), flat, rank, machine, rates, trace
+            )
+        except RuntimeError as error:  # such numbers have no simulation
+            raise PlanError(str(error).splitlines()[0]) from None
         return found
 
     rate = assume.sustained
@@ -355,7 +364,7 @@ def _machine(
     }
     fields = simulation_fields()
     if set(fields) != set(values):
-        raise RuntimeError(
+        raise BinaryError(
             f"xstage.simulate: the binary wants {sorted(set(fields) ^ set(values))}; reinstall"
         )
     return torch.tensor([values[field] for field in fields], dtype=torch.float64)

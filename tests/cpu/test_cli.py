@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -266,6 +267,36 @@ def test_errors_are_one_line():
 
 
 @pytest.mark.parametrize(
+    ("error", "told"),
+    [(MemoryError(), "error: out of memory"), (CalibrationError("busy"), "error: busy")],
+)
+def test_what_ends_a_command_is_one_line(error, told, monkeypatch, capsys):
+    def fail():
+        raise error
+
+    monkeypatch.setattr(cli, "app", fail)
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert capsys.readouterr().err.strip() == told
+    error = RuntimeError("a bug")
+    with pytest.raises(RuntimeError, match="a bug"):
+        cli.main()
+
+
+def test_missing_libraries_are_one_line(tmp_path):
+    for module in ("xstage_ext", "xstage_ext.cli"):
+        done = subprocess.run(
+            [sys.executable, "-u", "-m", module, "info"],
+            env=os.environ | {"XSTAGE_LIB_DIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+        )
+        told = f"error: {tmp_path}/_C.abi3.so is missing; XSTAGE_LIB_DIR names that folder: "
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.startswith(told) and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         (["simulate", *MOE, "--routing", "zipf:x"], "expected a number of 0 or more behind zipf:"),
@@ -275,6 +306,8 @@ def test_errors_are_one_line():
         ),
         (["simulate", *MOE, "--routing", "zipf:-3"], "expected a number of 0 or more behind zipf:"),
         (["simulate", *MOE, "--routing", "even"], "routing: expected one of"),
+        (["simulate", *MOE, "--routing", "balanced:3"], "nothing behind balanced, got balanced:3"),
+        (["simulate", *MOE, "--routing", "dirichlet:0"], "a number above 0 behind dirichlet:"),
         (["plan", "moe", *MOE, "--picture", "plan.xyz"], "a file name that ends in .png"),
         (["plan", "attention", "40/8/2", "--head-dim", "64", "--sequence", "64"], "got 40/8/2"),
         (["bench"], "got none"),
@@ -314,10 +347,43 @@ def test_bench_of_ranks_says_how_to_start(name, monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here it would measure")
-@pytest.mark.parametrize("name", ["bench_attention", "bench_megamoe", "bench_burst"])
+@pytest.mark.parametrize(
+    "name", ["bench_attention", "bench_megamoe", "bench_burst", "trace_megamoe"]
+)
 def test_bench_of_gpus_says_that_there_is_none(name, monkeypatch):
     result = CliRunner().invoke(cli.app, ["bench", name])
     assert str(result.exception) == f"{name} measures GPUs, and none is visible here"
+
+
+def test_bench_of_text_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "all_minilm_l6_v2", None)
+    result = CliRunner().invoke(cli.app, ["bench", "text_routing"])
+    told = "text_routing needs all_minilm_l6_v2: pip install -e .[text-routing]"
+    assert str(result.exception) == told
+
+
+def test_fits_name_the_fields_there_are():
+    result = CliRunner().invoke(cli.app, ["bench", "fit_simulator", "--fit", "nope"])
+    assert result.exit_code == 2 and "invalid choice: 'nope' (choose from" in result.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here they would measure")
+@pytest.mark.parametrize("command", ["validate", "calibrate"])
+def test_without_a_gpu_nothing_is_left_behind(command, tmp_path):
+    result = CliRunner().invoke(cli.app, [command, "--out", str(tmp_path / "new" / "p.json")])
+    assert str(result.exception).startswith(f"xstage {command}: needs a GPU; ")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "command", [["validate"], ["calibrate"], ["tune", *MOE[:3]], ["trace", *MOE[:3]]]
+)
+def test_unwritable_places_are_refused_by_option(command, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(cli.app, [*command, "--out", str(tmp_path / "file" / "new" / "x")])
+    assert result.exit_code == 2 and "'--out'" in result.output, result.output
 
 
 def test_bench_refuses_unknown_names():

@@ -110,3 +110,9 @@ def test_doctor_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [check.verdict for check in checks] == ["wrong"]
     assert "no CUDA device" in checks[0].text
     assert not doctor.report(checks)
+
+
+def test_doctor_looks_at_the_profile_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (check,) = doctor.run("nope")
+    assert (check.what, check.verdict) == ("profile", "wrong") and "got nope" in check.text

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xstage_ext import machine, simulate
+from xstage_ext.errors import PlanError
 from xstage_ext.model import BurstGap
 from xstage_ext.planner.megamoe import MegaMoePlan
 from xstage_ext.testing import make_routing
@@ -276,3 +277,12 @@ def test_few_readers_of_a_weight_tile_slow_the_main_loop():
     assert factor(group_blocks=16, mix=0) < 1.01
     assert factor(group_blocks=1, mix=1) == 1.25
     assert simulate.sharing_slowdown(plan_of(group_blocks=8, mix=0), 1.0, 0.17) == 1.25
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e308])
+def test_numbers_without_a_simulation_are_an_error_of_the_package(rate):
+    rates = dataclasses.replace(PROFILE.rates, hbm_GBps=rate)
+    broken = dataclasses.replace(PROFILE, rates=rates)
+    plan = plan_of(max_tokens=64)
+    with pytest.raises(PlanError, match=r"^xstage.megamoe_simulate: .*$"):
+        simulate.simulate_megamoe(plan, np.full((2, 4), 32), broken)

@@ -47,3 +47,11 @@ def test_what_is_no_problem_is_named() -> None:
     for ask in (xstage_ext.explain, xstage_ext.is_supported):
         with pytest.raises(TypeError, match=r"xstage: problem: expected .*MoEProblem.*, got None"):
             ask(None)
+
+
+@pytest.mark.parametrize(
+    "name", ["PlanError", "WorkspaceError", "PeerError", "PeerTimeout", "RoutingError"]
+)
+def test_errors_that_callers_catch_are_at_the_top(name: str) -> None:
+    assert getattr(xstage_ext, name) is getattr(xstage_ext.errors, name)
+    assert issubclass(getattr(xstage_ext, name), xstage_ext.XStageError)

@@ -274,7 +274,8 @@ def test_tune_looks_at_its_table_first(
     corrupt.write_text("{")
     for out in (corrupt, corrupt / "below_a_file.json", tmp_path):
         result = tune_on_the_cpu(monkeypatch, out, order)
-        assert isinstance(result.exception, PlanError | OSError), result.output
+        named = result.exit_code == 2 and "'--out'" in result.output
+        assert isinstance(result.exception, PlanError) or named, result.output
     assert order == [] and [one.name for one in tmp_path.iterdir()] == ["plans.json"]
 
 
