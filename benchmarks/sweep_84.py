@@ -268,6 +268,22 @@ def _real_layer() -> bool:
     return check.ok
 
 
+def samples(pairs: tuple[int, int]) -> tuple[int, int]:
+    """`--pairs`: without a sample nothing is measured."""
+    if pairs[0] < 1 or pairs[1] < 0:
+        raise typer.BadParameter(
+            f"expected 1 or more samples and 0 or more rounds, got {pairs[0]} {pairs[1]}"
+        )
+    return pairs
+
+
+def seconds(budget_s: float) -> float:
+    """`--budget-s`; `inf` is no limit."""
+    if not budget_s >= 0.0:
+        raise typer.BadParameter(f"expected 0 seconds or more, got {budget_s}")
+    return budget_s
+
+
 def main(
     quick: Annotated[bool, typer.Option(help="Every seventh configuration only.")] = False,
     part: Annotated[
@@ -291,9 +307,13 @@ def main(
     profile: Annotated[str | None, typer.Option(help="Profile name or JSON file.")] = None,
     pairs: Annotated[
         tuple[int, int],
-        typer.Option(help="Samples per arm; rounds with every plan of the grid (0: none)."),
+        typer.Option(
+            help="Samples per arm; rounds with every plan of the grid (0: none).", callback=samples
+        ),
     ] = (20, 3),
-    budget_s: Annotated[float, typer.Option(help="Begin no configuration after so long.")] = 600,
+    budget_s: Annotated[
+        float, typer.Option(help="Begin no configuration after so long.", callback=seconds)
+    ] = 600,
 ) -> None:
     """Run the sweep; see the text at the top of this file."""
     configs = _sweep.load_configs()

@@ -304,6 +304,9 @@ def test_arguments_that_do_not_fit_are_refused_in_a_line(run, tmp_path):
         (("--only", "-1"), "only: expected predict or numbers of 0 to 83, got -1"),
         (("--only", "3,84"), "got 3,84"),
         (("--only", "3,,4"), "got 3,,4"),
+        (("--pairs", "0", "0"), "1 or more samples and 0 or more rounds, got 0 0"),
+        (("--pairs", "1", "-1"), "got 1 -1"),
+        (("--budget-s", "nan"), "expected 0 seconds or more, got nan"),
     ):
         result = run(*arguments)
         output = " ".join(result.output.replace("│", " ").split())
