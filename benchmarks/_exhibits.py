@@ -184,8 +184,11 @@ def pacing(lines: Sequence[Line], sweep: Sequence[Line], attention: Sequence[Lin
     panels[1].set_xticks(range(len(arms)), arms, rotation=40, ha="right", fontsize=8)
     text = (
         "All SMs of one GPU multiply and send an output tile to the other GPU every few steps. A "
-        "burst casts a shadow: loads behind it wait until it has left. Slices over the next "
-        "tile's main loop do not, as long as the link carries the mean."
+        "burst may cast a shadow: loads behind it wait until it has left. Here it shows for bulk "
+        "bursts of 64 KiB, hardly for those of 32 KiB or for plain stores, and not for slices over "
+        "most of the next tile's main loop. Where the link is full (64 KiB per 16 us, or all SMs "
+        "of the peer pulling) loads wait whatever the way of sending, paced slices too. Where it "
+        "is not, slices cost the less, the longer they are: those of 1 KiB most."
     )
     kernels = _in_megamoe(sweep), _in_attention(attention)
     if any(kernels):
