@@ -284,6 +284,17 @@ def seconds(budget_s: float) -> float:
     return budget_s
 
 
+Pairs = Annotated[
+    tuple[int, int],
+    typer.Option(
+        help="Samples per arm; rounds with every plan of the grid (0: none).", callback=samples
+    ),
+]
+Seconds = Annotated[
+    float, typer.Option(help="Begin no configuration after so long.", callback=seconds)
+]
+
+
 def main(
     quick: Annotated[bool, typer.Option(help="Every seventh configuration only.")] = False,
     part: Annotated[
@@ -305,15 +316,8 @@ def main(
         bool, typer.Option(help="Write to benchmarks/results/ instead of build/results/.")
     ] = False,
     profile: Annotated[str | None, typer.Option(help="Profile name or JSON file.")] = None,
-    pairs: Annotated[
-        tuple[int, int],
-        typer.Option(
-            help="Samples per arm; rounds with every plan of the grid (0: none).", callback=samples
-        ),
-    ] = (20, 3),
-    budget_s: Annotated[
-        float, typer.Option(help="Begin no configuration after so long.", callback=seconds)
-    ] = 600,
+    pairs: Pairs = (20, 3),
+    budget_s: Seconds = 600,
 ) -> None:
     """Run the sweep; see the text at the top of this file."""
     configs = _sweep.load_configs()
