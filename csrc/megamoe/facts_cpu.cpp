@@ -98,8 +98,8 @@ Tensor megamoe_row_sources(std::vector<int64_t> counts, int64_t first_source) {
   for (int64_t count : counts) total += count;
   std::vector<int32_t> cells;
   for (int32_t row = 0; row < total; ++row) {
-    RowSource const from = row_source(world, static_cast<int32_t>(first_source), row,
-                                      [&](int32_t source) { return counts[source]; });
+    RowSource const from = row_source_in_turn(world, static_cast<int32_t>(first_source), row,
+                                              [&](int32_t source) { return counts[source]; });
     cells.insert(cells.end(), {from.source, from.index});
   }
   return table(cells, 2);

@@ -200,9 +200,9 @@ void RankCall::fill_block(int64_t block) {
   uint32_t* const origins = own().origins(plan_, layout_, block);
   auto* const to = own().x_block<uint16_t>(plan_, layout_, block);
   for (int32_t r = 0; r < rows; ++r) {
-    RowSource const from = row_source(
-        plan_.world, rank_, block_row_[block] + r,
-        [&](int32_t source) { return own().counts(plan_, layout_, bank_, source)[expert]; });
+    RowSource const from = row_source(plan_, rank_, block_row_[block] + r, [&](int32_t source) {
+      return own().counts(plan_, layout_, bank_, source)[expert];
+    });
     uint32_t const* const counts = own().counts(plan_, layout_, bank_, from.source);
     int64_t first = 0;
     for (int32_t e = 0; e < expert; ++e) first += counts[e];

@@ -36,7 +36,7 @@ struct ReceivedRow {
 };
 
 // Finds rows by their number among all that this rank received; numbers only grow. Whole warp; lane
-// s < world follows source s. Rows of an expert lie source after source, this rank's first.
+// s < world follows source s.
 struct RowCursor {
   MegaMoeParams const& params;
   MegaMoeView own;
@@ -61,27 +61,24 @@ struct RowCursor {
   __device__ __forceinline__ ReceivedRow find(int32_t first, int32_t last) {
     MegaMoePlan const& plan = params.plan;
     int32_t const wanted = first + static_cast<int32_t>(threadIdx.x % 32);
+    int32_t const rank = static_cast<int32_t>(params.workspace.rank);
+    auto const count_of = [&](int32_t source) {
+      return __shfl_sync(0xffffffffu, source_rows, source);
+    };
+    auto const all_done = [](bool done) { return __all_sync(0xffffffffu, done) != 0; };
     ReceivedRow found;
     for (;;) {
       int32_t const end = rows_before + static_cast<int32_t>(rows[expert]);
       int32_t const row = wanted - rows_before;
       bool const here = wanted < min_of(end, last) && row >= 0;
-      int32_t begin = 0;  // of a source's rows
-      int32_t index = 0;
-      for (int32_t i = 0; i < plan.world; ++i) {
-        int32_t const source = (static_cast<int32_t>(params.workspace.rank) + i) % plan.world;
-        int32_t const count = __shfl_sync(0xffffffffu, source_rows, source);
-        int32_t const before = __shfl_sync(0xffffffffu, source_before, source);
-        if (here && row >= begin && row < begin + count) {
-          found.source = source;
-          index = before + row - begin;
-        }
-        begin += count;
-      }
+      RowSource const from = row_source(plan, rank, here ? row : -1, count_of, all_done);
+      uint32_t const before = __shfl_sync(0xffffffffu, source_before, max_of(from.source, 0));
       if (here) {
+        found.source = from.source;
         found.block = blocks_before + row / MegaMoeTraits::kBlockM;
         found.in_block = row % MegaMoeTraits::kBlockM;
-        found.route = __ldcg(own.routes(plan, params.layout, bank, found.source) + index);
+        found.route =
+            __ldcg(own.routes(plan, params.layout, bank, from.source) + before + from.index);
         found.expert = expert;
       }
       if (last <= end) return found;

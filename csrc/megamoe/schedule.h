@@ -214,27 +214,38 @@ XS_HD int32_t dealt_tile(MegaMoePlan const& plan, int32_t turn, int32_t worker) 
   return turn * workers + (turning ? (worker + turn) % workers : worker);
 }
 
-// Which source's row stands at row r of an expert: one row of every source in turn, from
-// `first_source` on, so that all links are pulled evenly; sources that run out drop out.
+// Which source's row stands at a row of an expert; source -1: none.
 struct RowSource {
-  int32_t source;
-  int32_t index;  // within the rows of that source for this expert
+  int32_t source = -1;
+  int32_t index = 0;  // within the rows of that source for this expert
 };
 
-// The place-th source, from first_source on, that has more than `taken` rows.
+// Who asks for one row at a time is done when it has found it.
+struct AskedAlone {
+  XS_HD bool operator()(bool done) const { return done; }
+};
+
+// Source after source, from first_source on. count_of(source) gives the rows of a source.
 template <class CountOf>
-XS_HD int32_t nth_source(int32_t world, int32_t first_source, int32_t taken, int32_t place,
-                         CountOf count_of) {
+XS_HD RowSource row_source_in_order(int32_t world, int32_t first_source, int32_t row,
+                                    CountOf count_of) {
+  RowSource found;
+  int32_t begin = 0;
   for (int32_t i = 0; i < world; ++i) {
-    int32_t const s = (first_source + i) % world;
-    if (static_cast<int32_t>(count_of(s)) > taken && place-- == 0) return s;
+    int32_t const source = (first_source + i) % world;
+    int32_t const count = static_cast<int32_t>(count_of(source));
+    if (row >= begin && row < begin + count) found = {source, row - begin};
+    begin += count;
   }
-  return -1;
+  return found;
 }
 
-// count_of(source) gives the rows of a source for the expert. At most `world` rounds.
-template <class CountOf>
-XS_HD RowSource row_source(int32_t world, int32_t first_source, int32_t row, CountOf count_of) {
+// One row of every source in turn, from first_source on, so that all links are pulled evenly and
+// beside this rank's own rows; sources that run out drop out. At most `world` rounds.
+template <class CountOf, class AllDone = AskedAlone>
+XS_HD RowSource row_source_in_turn(int32_t world, int32_t first_source, int32_t row,
+                                   CountOf count_of, AllDone all_done = {}) {
+  RowSource found;
   int32_t taken = 0;  // rows that every remaining source has given in earlier rounds
   for (int32_t round = 0; round < world; ++round) {
     int32_t active = 0;
@@ -245,14 +256,28 @@ XS_HD RowSource row_source(int32_t world, int32_t first_source, int32_t row, Cou
       if (left > 0) least = min_of(least, left);
     }
     if (active == 0) break;
-    if (row < active * least) {
-      int32_t const source = nth_source(world, first_source, taken, row % active, count_of);
-      return {source, taken + row / active};
+    bool const here = found.source < 0 && row >= 0 && row < active * least;
+    int32_t place = here ? row % active : -1;
+    for (int32_t i = 0; i < world; ++i) {
+      int32_t const s = (first_source + i) % world;
+      bool const gives = static_cast<int32_t>(count_of(s)) > taken;
+      if (gives && place-- == 0) found = {s, taken + row / active};
     }
+    if (all_done(found.source >= 0 || row < 0)) break;
     row -= active * least;
     taken += least;
   }
-  return {-1, -1};
+  return found;
+}
+
+// The order of an expert's rows at its owner `rank`: pulled in turn; where tokens are pushed this
+// rank's own first, which are there. The lanes of a warp may ask together, each for a row of its
+// own, or for none (negative): all call count_of alike, and all_done says what all lanes are.
+template <class CountOf, class AllDone = AskedAlone>
+XS_HD RowSource row_source(MegaMoePlan const& plan, int32_t rank, int32_t row, CountOf count_of,
+                           AllDone all_done = {}) {
+  if (plan.dispatch == kPush) return row_source_in_order(plan.world, rank, row, count_of);
+  return row_source_in_turn(plan.world, (rank + 1) % plan.world, row, count_of, all_done);
 }
 
 }  // namespace xstage

@@ -58,11 +58,7 @@ std::vector<int32_t> remote_rows(MegaMoePlan const& plan, std::vector<int64_t> c
     }
     for (int32_t row = 0; row < rows; ++row) {
       if (row % plan.block_m == 0) result.push_back(0);
-      bool const own =
-          plan.dispatch == kPush
-              ? row < count_of(rank)
-              : row_source(plan.world, (rank + 1) % plan.world, row, count_of).source == rank;
-      result.back() += !own;
+      result.back() += row_source(plan, rank, row, count_of).source != rank;
     }
   }
   return result;
