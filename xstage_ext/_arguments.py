@@ -40,7 +40,9 @@ def lies_on(tensor: torch.Tensor, device: torch.device) -> bool:
     """Whether a tensor lies on a device. Operators are asked only then: a meta tensor among the
     arguments would make torch run an operator's shape function in its place."""
     here = tensor.device
-    return here.type == device.type and (here.type != "cuda" or here.index == device.index)
+    if here == device:
+        return True
+    return here.type == device.type and None in (here.index, device.index)
 
 
 def check_group(group: object, what: str) -> None:
