@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import threading
 import time
 
@@ -115,7 +116,8 @@ def assert_told(outcomes: list[Outcome], late: int, times: int, what: str) -> No
         if outcome.rank == late:
             assert all(error.startswith("PeerError: ") for error in errors), str(outcome)
             assert f"gave up on {what}: PeerTimeout: " in errors[-1], str(outcome)
-            assert f"for rank {late}" in errors[-1], str(outcome)
+            # On a busy machine the others may miss each other too.
+            assert re.search(rf"for rank (\d and )*{late}\b", errors[-1]), str(outcome)
     last = [outcome.facts["errors"][-1] for outcome in outcomes]
     assert any(error.startswith("PeerTimeout: ") for error in last), last
 

@@ -76,14 +76,15 @@ def second_half(place: Place, late: int) -> None:
             raise ValueError("on purpose")
         exchange(lease, 1)
     zero = workspace._zero_channel
-
-    def slow(*which: Any, **options: Any) -> None:
-        if place.rank == late:
-            place.store.wait([f"half/{r}" for r in range(place.world) if r != late])
-        zero(*which, **options)
-
     errors = []
-    with hasty(workspace._exchange, late):
+    with contextlib.ExitStack() as stack:
+
+        def slow(*which: Any, **options: Any) -> None:
+            stack.enter_context(hasty(workspace._exchange, late))
+            if place.rank == late:
+                place.store.wait([f"half/{r}" for r in range(place.world) if r != late])
+            zero(*which, **options)
+
         workspace._zero_channel = slow  # type: ignore[method-assign]
         try:
             exchange(lease, 2)
