@@ -76,7 +76,7 @@ class Assumptions:
     local_share : float
         What pulling a row of this rank itself takes, over that of a peer's row.
     pull_rate : float
-        Share of the profile's rate of pulls that the kernel's few pull warps reach.
+        Share of the profile's rate of pulls that the kernel's few dispatch warps reach.
     push_rate : float
         Share of the link's rate that the push warps reach.
     pull_share : float

@@ -116,7 +116,7 @@ enum class MemoryKind : int64_t { kCpu = 0, kCuda = 1 };
   X(rank, 0, kMaxRanks - 1, "this rank in the group")                                        \
   X(world, 1, kMaxRanks, "ranks in the group")                                               \
   X(memory, 0, 1, "0 CPU memory, 1 CUDA memory")                                             \
-  X(timeout_ms, 0, int64_t{1} << 40, "deadline of every wait; 0 waits for ever")             \
+  X(timeout_ms, 0, int64_t{1} << 40, "deadline of waits for peers; 0 waits for ever")        \
   X(channel, 0, kMaxChannels - 1, "operator instance")                                       \
   X(region_offset, 0, int64_t{1} << 46, "where the instance's region starts in every block") \
   X(region_bytes, 0, int64_t{1} << 46, "size of that region")                                \

@@ -37,8 +37,8 @@
 // Global protocol (layout.h has the regions and why two banks suffice): writer, order -> reader
 //   kDispatchSignals  last block of a source, fence.sys, relaxed -> every block, acquire.sys: its
 //                 counts and lists are here
-//   kStaged       last block of a source, fence.sys, relaxed -> dispatch warps: a segment of its tokens is
-//                 readable
+//   kStaged       last block of a source, fence.sys, relaxed -> dispatch warps, acquire.sys: a segment
+//                 of its tokens is readable
 //   kTokenHere    who sends a token, st.release.sys -> dispatch warps, acquire.sys: it is there
 //   kTickets, kRowTickets  atomics: the next cluster tile of the sequence; the next rows to copy
 //   kArrived      dispatch warps, red.release.gpu -> scheduler, acquire + proxy fence

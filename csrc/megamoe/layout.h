@@ -9,13 +9,13 @@
 //      release). A single segment is copied before the signal, and has no word of its own.
 //      Push: keep the routes in kSendRoutes too.
 //   2. Owner: wait for the dispatch signal of every source; the counts now fix the whole schedule.
-//      Pull: load rows in block order from kTokens of the sources, each when its segment is there,
-//      into the x ring.
+//      Pull: load rows in block order from kTokens of the sources, each when its segment is there.
 //      Push: every source stores each token that an expert here wants into a place of its own in
 //      the owner's kTokens, once (or once per set of the experts, plan.token_sets), and the epoch
-//      into kTokenHere (a release). The owner copies rows in block order from there, its own from
-//      x, into the x ring, each when its token is there.
-//      Either way: wait for the slot of the ring (kLinear1Done), note kOrigins, count kArrived.
+//      into kTokenHere (a release). The owner copies rows in block order from there, each when its
+//      token is there.
+//      Either way: its own rows come from x; wait for the slot of the x ring (kLinear1Done), note
+//      kOrigins, count kArrived.
 //   3. Linear-1 reads the x ring, writes the h ring. Linear-2 reads the h ring and stores each row
 //      into kCombine[slot][token] of its source. Every element there has exactly one writer.
 //   4. Owner: all stores of the call complete -> Channel::from[owner] on every source.

@@ -7,7 +7,8 @@
 // Roles: warps 2 and 3, beside the tiles; in a push, warp 3 when it has sent this rank's tokens.
 // Global protocol:
 //   kRowTickets                atomic: the next rows
-//   kStaged[source][segment]   acquire.sys: pulled, the source's tokens can be read
+//   kStaged[source][segment]   acquire.sys: pulled, the source's tokens can be read (a single
+//                              segment: kDispatchSignals, in the prologue)
 //   kTokenHere[place]          acquire.sys: pushed, the token is here
 //   kLinear1Done               acquire: the x ring slot is free
 //   kArrived[b]                red.release.gpu per group of rows -> acquire by the schedulers
@@ -25,6 +26,7 @@
 namespace xstage {
 
 constexpr int kRowBatch = 16;  // rows that a warp draws at a time, one per lane, at most
+static_assert(kRowBatch < 32, "a lane without a row ends every group");
 
 // A row to copy; lanes without one have a negative block.
 struct ReceivedRow {
@@ -70,10 +72,10 @@ struct RowCursor {
     for (;;) {
       int32_t const end = rows_before + static_cast<int32_t>(rows[expert]);
       int32_t const row = wanted - rows_before;
-      bool const here = wanted < min_of(end, last) && row >= 0;
-      RowSource const from = row_source(plan, rank, here ? row : -1, count_of, all_done);
+      bool const mine = wanted < min_of(end, last) && row >= 0;
+      RowSource const from = row_source(plan, rank, mine ? row : -1, count_of, all_done);
       uint32_t const before = __shfl_sync(0xffffffffu, source_before, max_of(from.source, 0));
-      if (here) {
+      if (mine) {
         found.source = from.source;
         found.block = blocks_before + row / MegaMoeTraits::kBlockM;
         found.in_block = row % MegaMoeTraits::kBlockM;
@@ -91,7 +93,7 @@ struct RowCursor {
   }
 };
 
-// Where a row lies, and the word that says so; null: it is there.
+// Where a row lies, and the word that says that it is there; null: no need to look.
 struct RowOrigin {
   char const* from = nullptr;
   uint64_t const* here = nullptr;
@@ -173,18 +175,19 @@ __device__ __forceinline__ void receive_rows(MegaMoeParams const& params, CallSt
       own.origins(plan, params.layout, row.block)[row.in_block] =
           pack_origin(row.source, row.route);
     }
-    auto const here = [&] {
+    auto const arrived = [&] {
       return origin.here == nullptr ? call.epoch : ld_acquire_sys(origin.here);
     };
     auto const ready = [&] {
-      return row.block >= 0 && slot_state(row.block) >= whole_linear1(plan) && here() >= call.epoch;
+      return row.block >= 0 && slot_state(row.block) >= whole_linear1(plan) &&
+             arrived() >= call.epoch;
     };
     bool open = ready();
     for (int at = 0; at < batch;) {
       uint64_t const start_ns = Tracer<kTrace>::now();
       // Rows up to the first that has to wait: others may wait for those before it.
       uint32_t const closed = ~__ballot_sync(0xffffffffu, open) >> at;
-      __syncwarp();  // all lanes read and store what one has seen there and free
+      __syncwarp();  // orders what all lanes load and store behind the acquires of the one that looked
       int const count = min_of(__ffs(closed) - 1, batch - at);
       if (count == 0) {
         announce();
@@ -197,7 +200,7 @@ __device__ __forceinline__ void receive_rows(MegaMoeParams const& params, CallSt
           return;
         }
         if (!warp_wait_until(params.workspace, token,
-                             [&]() -> uint64_t { return mine ? here() : call.epoch; })) {
+                             [&]() -> uint64_t { return mine ? arrived() : call.epoch; })) {
           return;
         }
         open = open || mine || ready();

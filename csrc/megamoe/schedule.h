@@ -256,8 +256,8 @@ XS_HD RowSource row_source_in_turn(int32_t world, int32_t first_source, int32_t 
       if (left > 0) least = min_of(least, left);
     }
     if (active == 0) break;
-    bool const here = found.source < 0 && row >= 0 && row < active * least;
-    int32_t place = here ? row % active : -1;
+    bool const this_round = found.source < 0 && row >= 0 && row < active * least;
+    int32_t place = this_round ? row % active : -1;
     for (int32_t i = 0; i < world; ++i) {
       int32_t const s = (first_source + i) % world;
       bool const gives = static_cast<int32_t>(count_of(s)) > taken;

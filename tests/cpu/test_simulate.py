@@ -249,7 +249,7 @@ def test_idle_tensor_cores_raise_the_clock():
 
 
 def test_half_empty_tiles_and_rows_of_ones_own():
-    """A tile of at most half its rows multiplies for less; local rows cost the pull warps time."""
+    """A tile of at most half its rows multiplies for less; local rows cost dispatch warps time."""
     assume = dataclasses.replace(LAW, half_share=0.5)
     plan = plan_of(num_experts=16, intermediate=2048)
     counts = np.zeros((2, 8), dtype=int)

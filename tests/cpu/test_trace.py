@@ -18,7 +18,7 @@ def records() -> torch.Tensor:
     words[0, 1, 0] = torch.tensor([1, 1 << 48 | 5 << 24 | 7, 11_000, 61_000, 10, 20, 30, 90_000])
     words[0, 1, 1] = torch.tensor([1, 2 << 48 | 5 << 24 | 9, 61_000, 81_000, 1, 2, 3, 30_000])
     words[1, 2, 0] = torch.tensor([1, 0, 11_000, 12_000, 0, 0, 0, 5])
-    words[1, 3, 0] = torch.tensor([3, 6 << 24 | 127, 12_000, 15_000, 0, 0, 0, 0])
+    words[1, 3, 0] = torch.tensor([3, 6 << 24, 12_000, 15_000, 0, 0, 0, 0])
     return words
 
 
@@ -30,7 +30,7 @@ def test_reads_every_used_record() -> None:
     assert (tile.start_us, tile.end_us) == (10.0, 60.0)
     assert (tile.first_cycles, tile.other_cycles, tile.handing_cycles) == (10, 20, 30)
     rows = trace.of("rows", "rows")[0]
-    assert (rows.cta, rows.block, rows.n) == (1, 6, 127)
+    assert (rows.cta, rows.block, rows.n) == (1, 6, 0)
     assert trace.of("rows", "math 0") == []
 
 

@@ -150,6 +150,7 @@ CASES = [
     Case((20, 40, 60, 80, 100, 120), 256, 192, 12, 4),
     Case((50, 200, 7, 0, 128, 129, 64, 1), 1024, 512, 32, 4),
     Case((150, 70), 64, 128, 140, 3),  # more local experts than a warp has lanes
+    Case((2500, 0, 40), 2112, 64, 6, 2),  # tokens that peers read in three segments
 ]
 
 PLANS = [
@@ -159,17 +160,14 @@ PLANS = [
     {"schedule": 0, "wave_blocks": 4, "group_blocks": 2, "x_ring_blocks": 2, "h_ring_blocks": 4},
     {"lead_blocks": 2, "group_blocks": 2, "x_ring_blocks": 2, "h_ring_blocks": 6, "mix": 0},
     {"num_sms": 2, "store": 2, "slice_rows": 8},
-    # Many tokens for a warp that sends, and a ring that is shorter than what it copies at a time.
-    {"dispatch": 1, "num_sms": 4, "store": 0},
-    {
-        "dispatch": 1,
-        "num_sms": 4,
-        "lead_blocks": 1,
-        "group_blocks": 1,
-        "x_ring_blocks": 1,
-        "h_ring_blocks": 3,
-    },
 ]
+# Many tokens for a warp, and a ring that is shorter than what it copies at a time.
+SHORT_RING = {"lead_blocks": 1, "group_blocks": 1, "x_ring_blocks": 1, "h_ring_blocks": 3}
+for how in (0, 1):
+    PLANS += [
+        {"dispatch": how, "num_sms": 4, "store": 0},
+        {"dispatch": how, "num_sms": 4, **SHORT_RING},
+    ]
 
 
 def expect_every_plan_right(case: Case, tensors: Tensors) -> None:

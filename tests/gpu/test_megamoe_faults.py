@@ -8,20 +8,14 @@ import pytest
 import torch
 
 from tests.gpu.megamoe_small import PLANS
-from tests.gpu.test_megamoe import Case, Session, Tensors, make, same_bits
+from tests.gpu.test_megamoe import SHORT_RING, Case, Session, Tensors, make, same_bits
 from tests.gpu.test_megamoe_push import shuffled
 from xstage_ext.errors import PeerError, PeerTimeout
 
 CASE = Case((70, 33), 192, 128, 4, 2)
 PUSHES = [fields for fields in PLANS if fields.get("dispatch") == 1]
 LONG = Case((300, 260), 192, 128, 4, 2)  # several blocks of every expert
-SHORT_RING = {
-    "dispatch": 1,
-    "lead_blocks": 1,
-    "group_blocks": 1,
-    "x_ring_blocks": 1,
-    "h_ring_blocks": 3,
-}
+STAGED = Case((2500, 2500), 2112, 64, 4, 2)  # tokens that peers read in three segments
 
 
 def call_of_rank_0(session: Session, t: Tensors) -> torch.Tensor:
@@ -65,7 +59,9 @@ def test_an_absent_rank_is_named_and_leaves_nan(fields: dict[str, int], num_sms:
 
 
 @pytest.mark.parametrize(
-    ("case", "fields"), [(CASE, fields) for fields in PUSHES] + [(LONG, SHORT_RING)]
+    ("case", "fields"),
+    [(CASE, fields) for fields in PUSHES]
+    + [(LONG, {"dispatch": 1, **SHORT_RING}), (STAGED, {"dispatch": 0})],
 )
 @pytest.mark.parametrize("num_sms", [2, 64])
 def test_a_rank_that_sends_no_tokens_is_named_and_leaves_nan(
