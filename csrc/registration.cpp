@@ -120,7 +120,7 @@ STABLE_TORCH_LIBRARY(xstage, m) {
   m.def("megamoe_layout(int[] plan) -> str");
   m.def("megamoe_tiles(int[] plan, int[] counts) -> Tensor");
   m.def("megamoe_deal(int[] plan, int[] counts) -> Tensor");
-  m.def("megamoe_row_sources(int[] counts, int first_source) -> Tensor");
+  m.def("megamoe_row_sources(int[] counts, int rank, int dispatch) -> Tensor");
   // Predicts a call of one rank by its schedule and the Burst-Gap law (csrc/megamoe/simulation.h).
   // counts: rows by [source, local expert]; machine float64 [fields of megamoe_simulation_fields];
   // rates float64 [num_sms + 1], GB/s by SMs that store. Results: summary, workers, link, tiles.

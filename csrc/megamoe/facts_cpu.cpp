@@ -89,17 +89,23 @@ Tensor megamoe_deal(std::vector<int64_t> plan_words, std::vector<int64_t> counts
   return table(cells, 2);
 }
 
-// Source of every row of one expert, int32 [rows, 2] = (source, index within the source's rows).
-Tensor megamoe_row_sources(std::vector<int64_t> counts, int64_t first_source) {
-  int32_t const world = static_cast<int32_t>(counts.size());
-  XS_CHECK(world >= 1 && world <= kMaxRanks, "xstage.megamoe_row_sources: counts: expected 1 to ",
-           kMaxRanks, " sources, got ", world);
+// Source of every row of one expert at its owner `rank`, int32 [rows, 2] = (source, index within the
+// source's rows).
+Tensor megamoe_row_sources(std::vector<int64_t> counts, int64_t rank, int64_t dispatch) {
+  MegaMoePlan plan{};
+  plan.world = static_cast<int32_t>(counts.size());
+  plan.dispatch = static_cast<int32_t>(dispatch);
+  XS_CHECK(plan.world >= 1 && plan.world <= kMaxRanks,
+           "xstage.megamoe_row_sources: counts: expected 1 to ", kMaxRanks, " sources, got ",
+           plan.world);
+  XS_CHECK(rank >= 0 && rank < plan.world, "xstage.megamoe_row_sources: rank: expected 0 to ",
+           plan.world - 1, ", got ", rank);
   int64_t total = 0;
   for (int64_t count : counts) total += count;
   std::vector<int32_t> cells;
   for (int32_t row = 0; row < total; ++row) {
-    RowSource const from = row_source_in_turn(world, static_cast<int32_t>(first_source), row,
-                                              [&](int32_t source) { return counts[source]; });
+    RowSource const from = row_source(plan, static_cast<int32_t>(rank), row,
+                                      [&](int32_t source) { return counts[source]; });
     cells.insert(cells.end(), {from.source, from.index});
   }
   return table(cells, 2);

@@ -282,15 +282,18 @@ def test_wave_keeps_whole_experts_together() -> None:
     assert order == [(p, b) for wave in waves for p in (LINEAR1, LINEAR2) for b in wave]
 
 
-@given(
-    st.lists(st.sampled_from(COUNTS) | st.integers(0, 40), min_size=1, max_size=8),
-    st.integers(0, 7),
-)
+ROWS_BY_SOURCE = st.lists(st.sampled_from(COUNTS) | st.integers(0, 40), min_size=1, max_size=8)
+
+
+@given(ROWS_BY_SOURCE, st.integers(0, 7))
 @settings(max_examples=200, deadline=None)
-def test_rows_come_from_all_sources_in_turn(counts: list[int], first: int) -> None:
-    table = torch.ops.xstage.megamoe_row_sources(counts, first % len(counts)).tolist()
+def test_pulled_rows_come_from_all_sources_in_turn(counts: list[int], rank: int) -> None:
+    rank %= len(counts)
+    table = torch.ops.xstage.megamoe_row_sources(counts, rank, 0).tolist()
     expected = [(s, i) for s, count in enumerate(counts) for i in range(count)]
     assert sorted(map(tuple, table)) == expected
+    peers_first = [(rank + 1 + i) % len(counts) for i in range(len(counts))]
+    assert [s for s, i in table if i == 0] == [s for s in peers_first if counts[s] > 0]
     # Evenly: after any number of rows, sources that still have rows are at most one apart.
     taken = [0] * len(counts)
     for source, index in table:
@@ -299,3 +302,12 @@ def test_rows_come_from_all_sources_in_turn(counts: list[int], first: int) -> No
         open_ = [t for t, count in zip(taken, counts, strict=True) if t < count]
         if open_:
             assert max(open_) - min(open_) <= 1
+
+
+@given(ROWS_BY_SOURCE, st.integers(0, 7))
+@settings(max_examples=50, deadline=None)
+def test_pushed_rows_come_after_those_of_the_own_rank(counts: list[int], rank: int) -> None:
+    rank %= len(counts)
+    table = torch.ops.xstage.megamoe_row_sources(counts, rank, 1).tolist()
+    order = [(rank + i) % len(counts) for i in range(len(counts))]
+    assert table == [[s, i] for s in order for i in range(counts[s])]
