@@ -32,8 +32,16 @@ def set_integers(problem: object, names: Iterable[str]) -> None:
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a real number: no text, nothing missing, no truth value."""
+    """Whether it is a real number, also one of numpy or torch: no text, no truth value."""
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 0 and not value.is_complex() and value.dtype != torch.bool
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def brief(value: object) -> str:
+    """A value of another type than expected, in one line: its type where it may be long."""
+    short = value is None or isinstance(value, numbers.Number)
+    return repr(value) if short else type(value).__name__
 
 
 def lies_on(tensor: torch.Tensor, device: torch.device) -> bool:

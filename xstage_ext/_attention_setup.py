@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from . import _env
-from ._arguments import integer, is_number, lies_on
+from ._arguments import brief, integer, is_number, lies_on
 from ._attention_paths import Operands
 from ._groups import first_said
 from .errors import PeerError, WorkspaceError, XStageError
@@ -191,7 +191,7 @@ def shares_of(rows: Rows, world: int, name: str) -> tuple[int, ...]:
         No integers, negative ones, or not as many as ranks.
     """
     what = f"xstage.UlyssesAttention: {name}"
-    if isinstance(rows, Iterable):
+    if type(rows) is not int and isinstance(rows, Iterable):
         shares = tuple(integer(number, what, TypeError) for number in rows)
     else:
         shares = even_split(integer(rows, what, TypeError), world)
@@ -308,7 +308,8 @@ def check_places(device: torch.device, **others: torch.Tensor | None) -> None:
         if tensor is None:
             continue
         if not isinstance(tensor, torch.Tensor) or not lies_on(tensor, device):
-            got = f"one on {tensor.device}" if isinstance(tensor, torch.Tensor) else repr(tensor)
+            is_tensor = isinstance(tensor, torch.Tensor)
+            got = f"one on {tensor.device}" if is_tensor else brief(tensor)
             raise TypeError(
                 f"xstage.UlyssesAttention: {name}: expected a tensor on {device}, got {got}"
             )
@@ -319,8 +320,10 @@ def check_dims(operands: Operands, head_dim: int | str, prefix: str = "") -> Non
     for letter, tensor in zip("qkv", operands, strict=True):
         name = prefix + letter
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"xstage.UlyssesAttention: {name}: expected a tensor, got {tensor!r}")
-        if tensor.dim() != 4 or head_dim not in (tensor.shape[-1], "D"):
+            raise TypeError(
+                f"xstage.UlyssesAttention: {name}: expected a tensor, got {brief(tensor)}"
+            )
+        if tensor.dim() != 4 or (head_dim != "D" and tensor.shape[-1] != head_dim):
             raise ValueError(
                 f"xstage.UlyssesAttention: {name}: expected [B, rows, heads, {head_dim}], got "
                 f"{list(tensor.shape)}"

@@ -34,8 +34,9 @@ def _remedy() -> str:
 def asked_by_command() -> bool:
     """Whether the `xstage` command imports the package: its errors are one line, no traceback."""
     running = pathlib.Path(sys.argv[0]).name if sys.argv else ""
-    modules = {"xstage_ext", "xstage_ext.cli"}
-    return running == "xstage" or (running == "-m" and not modules.isdisjoint(sys.orig_argv))
+    names = ("xstage_ext", "xstage_ext.cli")
+    words = {*names, *(f"-m{name}" for name in names)}
+    return running == "xstage" or (running == "-m" and not words.isdisjoint(sys.orig_argv))
 
 
 def load() -> None:

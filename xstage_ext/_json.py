@@ -46,6 +46,14 @@ def build(kind: Any, value: Any, where: str, error: type[Exception]) -> Any:
     return _Builder(error).build(kind, value, where)
 
 
+def parse(text: str, where: str, error: type[Exception]) -> Any:
+    """What a JSON text holds; an error that names its place for what is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as problem:  # also too deep, or numbers too long
+        raise error(f"{where}: not JSON: {problem}") from None
+
+
 def dump(value: Any, indent: int = 0) -> str:
     """JSON with one field per line and lists on one line."""
     if not isinstance(value, dict) or not value:

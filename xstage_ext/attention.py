@@ -136,7 +136,7 @@ class UlyssesAttention(GroupModule):
         self._join(group)
         self.device = resolve_device(device)
         self.causal = causal
-        self.scale = scale
+        self.scale = None if scale is None else float(scale)
         self.name = name
         self._wanted, self._source = wanted_impl(impl)
         self._generation = self._wanted if self._wanted in ("fa3", "fa4") else "fa3"
@@ -330,9 +330,9 @@ class UlyssesAttention(GroupModule):
             check_places(self.device, key_segments=key_segments, key_mask=key_mask, out=out)
             self._check_tensors((q, k, v))
             shares = self._shares((q.shape[1],) * self.world if rows is None else rows, "rows")
-            if kv_rows is None:
-                kv_rows = shares if k.shape[1] == q.shape[1] else (k.shape[1],) * self.world
-            key_shares = self._shares(kv_rows, "kv_rows")
+            if kv_rows is None and k.shape[1] != q.shape[1]:
+                kv_rows = (k.shape[1],) * self.world
+            key_shares = shares if kv_rows is None else self._shares(kv_rows, "kv_rows")
             text = 0
             if joint is not None:
                 owned = self._shares(text_rows(joint_rows, self.causal), "joint_rows")

@@ -358,7 +358,7 @@ def refit(raw: pathlib.Path, out: pathlib.Path) -> Calibration:
         calibration = fit(rows, environment["rates"], environment, out.stem)
     except OSError as error:
         raise CalibrationError(f"{expected}; {error.strerror or error}") from None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise CalibrationError(f"{expected}, got something else ({error})") from None
     except KeyError as error:
         raise CalibrationError(f"{expected}, no {error}") from None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import os
 import pathlib
 import typing
@@ -21,7 +20,7 @@ from ._curves import FloatArray as FloatArray
 from ._curves import FloatLike as FloatLike
 from ._curves import IssueTable as IssueTable
 from ._curves import ProducerCurve as ProducerCurve
-from ._json import Within, build, dump
+from ._json import Within, build, dump, parse
 from .errors import ProfileError
 
 SCHEMA = 1
@@ -267,10 +266,7 @@ class MachineProfile:
 
 def from_json(text: str, where: str = "machine profile") -> MachineProfile:
     """Parse and check a profile. Raises ProfileError naming the field that does not fit."""
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ProfileError(f"{where}: not JSON: {error}") from error
+    data = parse(text, where, ProfileError)
     if isinstance(data, dict) and data.get("schema") != SCHEMA:
         raise ProfileError(
             f"{where}: schema: expected {SCHEMA}, got {data.get('schema')}; "

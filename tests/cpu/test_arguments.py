@@ -43,6 +43,10 @@ def test_integers_of_numpy_are_integers() -> None:
     moe = MegaMoE(**{name: np.int64(value) for name, value in SMALL.items()}, device="cpu")
     assert moe.problem == MoEProblem(world=1, **SMALL)
     assert {type(value) for value in vars(moe.problem).values()} <= {int, str, type(None)}
+    share = MoEProblem(world=2, **SMALL, remote_share=torch.tensor(0.5))  # type: ignore[arg-type]
+    assert share == MoEProblem(world=2, **SMALL, remote_share=0.5)
+    scaled = MegaMoE(**SMALL, clamp=torch.tensor(7.0), device="cpu")  # type: ignore[arg-type]
+    assert scaled.clamp == 7.0 and isinstance(scaled.clamp, float)
     with pytest.raises(PlanError, match="remote_share: expected 0 to 1, got 'a'"):
         MoEProblem(world=2, **SMALL, remote_share="a")  # type: ignore[arg-type]
 
@@ -62,6 +66,7 @@ def test_calls_of_layers_name_the_argument(impl: str) -> None:
         ({"topk_idx": ids.to("meta")}, "topk_idx: expected a tensor on cpu, got one on meta"),
         ({"topk_idx": None}, "topk_idx: expected a tensor, got None"),
         ({"out": 3}, "out: expected a tensor, got 3"),
+        ({"x": np.zeros((32, 128))}, "^xstage.megamoe: x: expected a tensor, got ndarray$"),
         ({"num_tokens": True}, "num_tokens: expected an integer or a tensor of one, got True"),
     ):
         with pytest.raises(TypeError, match=text):

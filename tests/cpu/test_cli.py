@@ -284,9 +284,9 @@ def test_what_ends_a_command_is_one_line(error, told, monkeypatch, capsys):
 
 
 def test_missing_libraries_are_one_line(tmp_path):
-    for module in ("xstage_ext", "xstage_ext.cli"):
+    for run in (["-m", "xstage_ext"], ["-m", "xstage_ext.cli"], ["-mxstage_ext"]):
         done = subprocess.run(
-            [sys.executable, "-u", "-m", module, "info"],
+            [sys.executable, "-u", *run, "info"],
             env=os.environ | {"XSTAGE_LIB_DIR": str(tmp_path)},
             capture_output=True,
             text=True,

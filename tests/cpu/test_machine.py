@@ -149,8 +149,9 @@ def test_profiles_are_equal_and_found_by_content():
 
 
 def test_refuses_text_and_missing_files():
-    with pytest.raises(ProfileError, match="not JSON"):
-        machine.from_json("{")
+    for text in ("{", "[" * 100_000, '{"schema": ' + "1" * 5000 + "}"):
+        with pytest.raises(ProfileError, match="not JSON"):
+            machine.from_json(text)
     with pytest.raises(ProfileError, match="expected a JSON file or one of"):
         machine.load("nowhere")
     with pytest.raises(ProfileError, match="mechanism: expected one of"):

@@ -221,6 +221,17 @@ def test_compile_fullgraph(backend: str) -> None:
     block.attention.close()
 
 
+def test_compile_keeps_up_with_head_sizes() -> None:
+    """The second size makes the dimension a symbol of the compiler's."""
+    for size in (64, 128, 32):
+        module = UlyssesAttention(4, size, device="cpu")
+        module.prepare(66, batch=2)
+        q, k, v = torch.randn(3, 2, 66, 4, size).bfloat16()
+        wanted = module(q, k, v)
+        assert torch.equal(torch.compile(module, fullgraph=True, backend="eager")(q, k, v), wanted)
+        module.close()
+
+
 def test_compile_before_the_first_call_is_refused() -> None:
     module = small()
     with pytest.raises(Exception, match=r"prepare\(\) and then the module once"):

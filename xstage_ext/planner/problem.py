@@ -65,6 +65,8 @@ class MoEProblem:
         reason = self.why_not()
         if reason is not None:
             raise PlanError(f"xstage.MoEProblem: {reason}")
+        if self.remote_share is not None:
+            object.__setattr__(self, "remote_share", float(self.remote_share))
 
     def why_not(self) -> str | None:
         """Why no plan exists, with the field, its value, the nearest good one; else None."""
