@@ -60,6 +60,8 @@ class Resources:
             dtype=torch.uint8,
             pin_memory=device.type == "cuda",
         )
+        # As numbers: under a fake mode of torch a tensor tells another address.
+        self._addresses = [page.data_ptr() for page in self._pages]
         torch.ops.xstage.workspace_load(memory.block(self.own_ranks[0]))
         # Made now: making the first stream waits for running kernels, and close() must not.
         self._side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -69,7 +71,7 @@ class Resources:
 
     def page(self, rank: int) -> int:
         """Address of the host page of one of this process's ranks."""
-        return self._pages[self.own_ranks.index(rank)].data_ptr()
+        return self._addresses[self.own_ranks.index(rank)]
 
     def words(
         self, rank: int, *, channel: int, offset: int, nbytes: int, digest: int = 0

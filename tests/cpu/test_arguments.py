@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 import xstage_ext
 from tests.cpu.test_megamoe_module import SMALL, tokens
@@ -212,3 +213,16 @@ def test_problems_of_attention_name_the_argument() -> None:
 def test_groups_without_torch_distributed_are_refused(make: Any) -> None:
     with pytest.raises(WorkspaceError, match="group: torch.distributed is not initialised, got 3"):
         make(3)
+
+
+def test_under_a_fake_mode_results_are_fake() -> None:
+    """torch's fake tensors tell no address, and the host page is read by address."""
+    moe, ulysses = small_moe(), UlyssesAttention(4, 64, device="cpu")
+    calls = ((moe, tokens()), (ulysses, tuple(torch.randn(3, 2, 66, 4, 64).bfloat16())))
+    for module, arguments in calls:
+        wanted = module(*arguments)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            result = module(*(mode.from_tensor(one) for one in arguments))
+        assert isinstance(result, FakeTensor) and result.shape == wanted.shape
+        assert torch.equal(module(*arguments), wanted)
+        module.close()
