@@ -7,8 +7,10 @@ can say which rank is missing.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from torch._C import _DistNetworkError as DistNetworkError
@@ -25,7 +27,13 @@ class Exchange:
     on it; then it raises on those who came, and on a late rank once it comes. Which of the two is
     one word in the store, written by whoever is through with the round first and never changed, so
     nobody goes on from a round that another rank has given up on. A round that fails costs every
-    rank one round, so ranks stay in step whoever was late, and meet again in the next one.
+    rank one round, so ranks stay in step whoever was late, and meet again in the next one. Ranks
+    that come to one round for different things all raise, so calls of several rounds which one rank
+    has left halfway come back into step as well.
+
+    Not covered: an error that strikes one rank alone after the word is written (an interrupt, the
+    loss of the store). Its peers go on from that round. `met` tells the rank so, and `before` its
+    peers, where another round follows.
 
     Parameters
     ----------
@@ -35,12 +43,19 @@ class Exchange:
         This rank's number in the group (not its global rank), and the size of the group.
     timeout_ms
         Deadline of each exchange; set-up always has one.
+
+    Attributes
+    ----------
+    met
+        Whether all came to this rank's last round, for one thing; true also if an interrupt then
+        left it.
     """
 
     def __init__(self, store: Store | None, rank: int, world: int, timeout_ms: float) -> None:
         self.rank = rank
         self.world = world
         self.seconds = timeout_ms / 1000
+        self.met = True
         self._round = 0
         self._read = 0  # the last round that every rank has read, as far as this one knows
         self._store: Store | None = None
@@ -67,30 +82,56 @@ class Exchange:
         PeerTimeout
             Naming the ranks that did not come, and `what` they were awaited for.
         PeerError
-            When another rank gave up on this round, when a rank that is missing has closed, or when
-            the store itself is gone, as when the rank that serves it died.
+            When another rank gave up on this round or came to it for something else, when a rank
+            that is missing has closed, or when the store itself is gone, as when the rank that
+            serves it died.
         """
         if self._store is None:
+            self.met = True
             return [value]
         self.answer(value, what)
         keys = [f"{self._round}/{r}" for r in range(self.world)]
         with _store_errors(self, what):
             self._meet(keys, what)
-            values = [json.loads(text) for text in self._store.multi_get(keys)]
+            everyone = [json.loads(text) for text in self._store.multi_get(keys)]
             self._delete_old_rounds()
-        return values
+        for rank, (theirs, _) in enumerate(everyone):
+            if theirs != what:  # then every rank finds one that is not like itself
+                self.met = False
+                raise PeerError(
+                    f"rank {self.rank} of {self.world} came to {what}, rank {rank} to {theirs}; "
+                    "every rank makes the same calls in the same order"
+                )
+        return [value for _, value in everyone]
 
     def answer(self, value: Any, what: str) -> None:
         """The part in an all-gather of a rank that does not wait for the others' values."""
         if self._store is None:
             return
+        text = json.dumps([what, value])
+        self.met = False
         self._round += 1
         with _store_errors(self, what):
-            self._store.set(f"{self._round}/{self.rank}", json.dumps(value))
+            self._store.set(f"{self._round}/{self.rank}", text)
 
     def barrier(self, what: str) -> None:
         """Return when every rank has come; errors as in `all_gather`."""
         self.all_gather(None, what)
+
+    @contextlib.contextmanager
+    def before(self, what: str) -> Iterator[None]:
+        """Around what leads from a round to the next one, `what`, which an error inside voids.
+
+        The round before may be inside too: if it is void, all ranks know already.
+        """
+        try:
+            yield
+        except BaseException as error:  # an interrupt too
+            if self.met:
+                self.met = False
+                self._round += 1
+                self._give_up(what, error)
+            raise
 
     def catch_up(self, what: str) -> None:
         """Pass over the rounds that peers gave up on before this rank came, and raise for none.
@@ -146,20 +187,31 @@ class Exchange:
         """Return if this round was met; raise if it is void."""
         try:
             self._wait(keys, what)
+            verdict = self._decide(_MET)
         except BaseException as error:  # an interrupt too
-            text = str(error).partition("\n")[0]
-            gave_up = f"rank {self.rank} gave up on {what}: {type(error).__name__}: {text}"
-            if self._decide(gave_up) == _MET and isinstance(error, PeerTimeout):
+            self._give_up(what, error)
+            if self.met and isinstance(error, PeerTimeout):
                 return  # all came at the last moment, and a peer has seen it
             raise
-        verdict = self._decide(_MET)
-        if verdict != _MET:
+        if not self.met:
             raise PeerError(f"rank {self.rank} of {self.world} hears that {verdict}")
+
+    def _give_up(self, what: str, error: BaseException) -> None:
+        """Void this round, unless it was met."""
+        if self._store is None:
+            return
+        text = str(error).partition("\n")[0]
+        with contextlib.suppress(Exception):  # the store may be gone, which is not worth more
+            self._decide(f"rank {self.rank} gave up on {what}: {type(error).__name__}: {text}")
 
     def _decide(self, proposal: str) -> str:
         """The verdict on this round: the proposal, unless somebody was faster."""
         assert self._store is not None
-        return self._store.compare_set(_verdict(self._round), "", proposal).decode()
+        verdict = self._store.compare_set(_verdict(self._round), "", proposal).decode()
+        self.met = verdict == _MET
+        if not self.met:  # nobody reads it, and without a peer no later round deletes it
+            self._store.delete_key(f"{self._round}/{self.rank}")
+        return verdict
 
     def _delete_old_rounds(self) -> None:
         """Whoever has come to this round, which was met, is through with those before it."""

@@ -51,7 +51,7 @@ class RollCall:
         """
         try:
             yield
-        except Exception as error:
+        except BaseException as error:  # an interrupt too
             self.refuse(error)
             raise
         for rank, reason in enumerate(self._exchange.all_gather(None, self._what)):
@@ -61,7 +61,7 @@ class RollCall:
                     f"refused {self._what}: {reason}"
                 )
 
-    def refuse(self, refusal: Exception) -> None:
+    def refuse(self, refusal: BaseException) -> None:
         """This rank does not make the call: its peers raise PeerError. Waits for nobody."""
         with contextlib.suppress(PeerError):  # a store that is gone tells the peers by itself
             self._exchange.answer(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import traceback
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +21,15 @@ def distinct(name: str, taken: Collection[str]) -> str:
     """The name, or "name (2)" and so on where it is taken."""
     numbered = (f"{name} ({number})" for number in itertools.count(2))
     return next(one for one in itertools.chain([name], numbered) if one not in taken)
+
+
+def first_gap(taken: Iterable[ChannelLease], size: int, start: int, end: int) -> int | None:
+    """First offset where `size` bytes are free; the same on every rank, as leases are."""
+    for lease in sorted(taken, key=lambda one: one.offset):
+        if lease.offset - start >= size:
+            return start
+        start = max(start, lease.offset + lease.reserved_bytes)
+    return start if end - start >= size else None
 
 
 class ChannelLease:
@@ -129,11 +138,12 @@ class ChannelLease:
         workspace = self.workspace
         try:
             yield
-        except Exception as error:
+        except BaseException as error:  # an interrupt too
             # Whoever keeps the error would keep the failed call's tensors, and so its slots.
             traceback.clear_frames(error.__traceback__)
             if not workspace.closed and workspace._failure is None:
-                workspace.check()  # a fault that a kernel found explains the error better
+                if isinstance(error, Exception):
+                    workspace.check()  # a fault that a kernel found explains the error better
                 self.refuse(f"{type(error).__name__}: {error}".splitlines()[0])
             raise
         if workspace.device.type == "cpu":

@@ -20,7 +20,7 @@ from . import _env, _faults
 from ._exchange import Exchange
 from ._groups import check_agreement, check_placement, choose_backend, group_facts, open_memory
 from ._resources import Resources, round_up
-from .channel import ChannelLease, distinct
+from .channel import ChannelLease, distinct, first_gap
 from .errors import PeerError, WorkspaceError, XStageError
 
 _MIN_SETUP_MS = 60_000
@@ -126,8 +126,7 @@ class SymmetricWorkspace:
         virtual_world: int | None,
         timeout_ms: int | None,
     ) -> None:
-        if timeout_ms is None:
-            timeout_ms = _env.timeout_ms()
+        timeout_ms = _env.timeout_ms() if timeout_ms is None else timeout_ms
         if nbytes < 0 or timeout_ms < 0:
             raise WorkspaceError(
                 f"workspace: nbytes and timeout_ms: expected 0 or more, got {nbytes}, {timeout_ms}"
@@ -140,8 +139,8 @@ class SymmetricWorkspace:
         self.nbytes = round_up(nbytes)
         self.timeout_ms = timeout_ms
         setup_ms = int(_env.get("XSTAGE_SETUP_TIMEOUT_MS") or max(timeout_ms, _MIN_SETUP_MS))
-        exchange = Exchange(store, rank, 1 if choice.in_process else world, setup_ms)
-        self._exchange = exchange
+        processes = 1 if choice.in_process else world
+        self._exchange = exchange = Exchange(store, rank, processes, setup_ms)
         check_placement(exchange, choice, self.nbytes, timeout_ms)
         memory = open_memory(exchange, choice, _faults.layout().control_bytes + self.nbytes)
         self._resources = Resources(memory, exchange, self.device, timeout_ms)
@@ -192,14 +191,14 @@ class SymmetricWorkspace:
         self._require_open()
         size = round_up(nbytes)
         facts = _faults.layout()
-        self.agree({"channel name": name, "channel bytes": nbytes}, what=f"channel {name!r}")
+        self.agree({"channel name": name, "channel bytes": nbytes}, what="a new channel")
         index = next((i for i in range(facts.max_channels) if i not in self._leases), None)
         if index is None:
             raise WorkspaceError(
                 f"workspace: channel {name!r}: all {facts.max_channels} channels are in use; share "
                 "one between layers, or release some"
             )
-        offset = self._find_room(size)
+        offset = first_gap(self._leases.values(), size, facts.control_bytes, self.bytes())
         if offset is None:
             used = sum(lease.reserved_bytes for lease in self._leases.values())
             raise WorkspaceError(
@@ -208,20 +207,15 @@ class SymmetricWorkspace:
             )
         name = distinct(name, [taken.name for taken in self._leases.values()])
         lease = ChannelLease(self, name, index, offset, nbytes, counter_bytes)
-        self._zero_channel(lease, everything=True)
-        self._leases[index] = lease
-        self._exchange.barrier(f"channel {name!r}")
+        what = f"channel {name!r}"
+        try:
+            with self._exchange.before(what):
+                self._zero_channel(lease, everything=True)
+            self._exchange.barrier(what)
+        finally:
+            if self._exchange.met:  # the peers have it, even if this rank leaves by an interrupt
+                self._leases[index] = lease
         return lease
-
-    def _find_room(self, size: int) -> int | None:
-        """First gap that fits. The same on every rank, since all reserve in the same order."""
-        start = _faults.layout().control_bytes
-        end = start + self.nbytes
-        for lease in sorted(self._leases.values(), key=lambda taken: taken.offset):
-            if lease.offset - start >= size:
-                return start
-            start = max(start, lease.offset + lease.reserved_bytes)
-        return start if end - start >= size else None
 
     def _zero_channel(self, lease: ChannelLease, *, everything: bool) -> None:
         facts = _faults.layout()
@@ -292,8 +286,7 @@ class SymmetricWorkspace:
         return _faults.error_of(record, self._channel_name, self._exchange.reason_of)
 
     def _channel_name(self, index: int) -> str:
-        lease = self._leases.get(index)
-        return lease.name if lease is not None else str(index)
+        return self._leases[index].name if index in self._leases else str(index)
 
     def _forget_masked(self, rank: int) -> None:
         _faults.clear_record(self._resources.page(rank), _faults.MASKED)
@@ -338,22 +331,29 @@ class SymmetricWorkspace:
         self._reset()
 
     def _reset(self) -> None:
-        """In two rounds, each of which fails on every rank or on none (see `Exchange`)."""
+        """In two rounds (see `Exchange`); a rank that leaves between them voids the second."""
         self._require_open()
         if self._resources.capturing():
             raise WorkspaceError(
                 "workspace: an earlier call failed; call reset() outside of the graph capture"
             )
         self._resources.synchronize()
-        self._exchange.barrier("workspace reset")  # nothing is in flight any more
-        self._failure = self._failure or WorkspaceError("workspace: reset() failed; repeat it")
-        self._resources.forget_faults()
-        for lease in self._leases.values():
-            self._zero_channel(lease, everything=False)
-        self._resources.synchronize()
-        self._exchange.clear_reason()
-        self._exchange.barrier("workspace reset, second half")  # every block is zero
-        self._failure = None
+        failure = self._failure or WorkspaceError("workspace: reset() failed; repeat it")
+        second = "workspace reset, second half"
+        with self._exchange.before(second):
+            try:
+                self._exchange.barrier("workspace reset")  # nothing is in flight any more
+            finally:
+                self._failure = failure if self._exchange.met else self._failure
+            self._resources.forget_faults()
+            for lease in self._leases.values():
+                self._zero_channel(lease, everything=False)
+            self._resources.synchronize()
+            self._exchange.clear_reason()
+        try:
+            self._exchange.barrier(second)  # every block is zero
+        finally:
+            self._failure = None if self._exchange.met else failure
 
     def watch(
         self, on_fault: Callable[[XStageError], None] | None = None, interval_s: float = 0.5
