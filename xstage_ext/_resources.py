@@ -61,7 +61,7 @@ class Resources:
             pin_memory=device.type == "cuda",
         )
         # As numbers: under a fake mode of torch a tensor tells another address.
-        self._addresses = [page.data_ptr() for page in self._pages]
+        self._addresses: list[int] = [page.data_ptr() for page in self._pages]
         torch.ops.xstage.workspace_load(memory.block(self.own_ranks[0]))
         # Made now: making the first stream waits for running kernels, and close() must not.
         self._side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
