@@ -56,14 +56,18 @@ class AttentionMemory:
         device: torch.device,
     ) -> None:
         """Take channels of a workspace, or make one; collective."""
-        if workspace is None:
-            workspace = SymmetricWorkspace(group, region_bytes(needed), device=device)
-            self._owned.callback(workspace.close)
-        self.outputs = workspace.channel(f"{self.name} outputs", needed[1], counter_bytes=0)
-        self._owned.callback(self.outputs.release)
-        if needed[0]:
-            self.inputs = workspace.channel(f"{self.name} inputs", needed[0], counter_bytes=0)
-            self._owned.callback(self.inputs.release)
+        try:
+            if workspace is None:
+                workspace = SymmetricWorkspace(group, region_bytes(needed), device=device)
+                self._owned.callback(workspace.close)
+            self.outputs = workspace.channel(f"{self.name} outputs", needed[1], counter_bytes=0)
+            self._owned.callback(self.outputs.release)
+            if needed[0]:
+                self.inputs = workspace.channel(f"{self.name} inputs", needed[0], counter_bytes=0)
+                self._owned.callback(self.inputs.release)
+        except BaseException:
+            self.close()  # all of it or nothing
+            raise
         self.workspace = workspace
         self.digest = wire.digest(self.outputs.enrol(self.name))
 

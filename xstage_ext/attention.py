@@ -234,7 +234,7 @@ class UlyssesAttention(GroupModule):
         self.decision, refusal = decided(problem, self._fields)
         path, reason, insists = agree_on_path(own, facts, refusal, self.world, self.group)
         assert self.decision is not None
-        if path != "torch":
+        if path != "torch" and (reason is None or insists is None):
             try:
                 needed = workspace_bytes(self.decision.plan, problem)
                 if share is not None:
@@ -249,9 +249,9 @@ class UlyssesAttention(GroupModule):
             raise PlanError(f"xstage.UlyssesAttention: {insists}, but {reason}")
         if path == "fused" and self.decision.action == "serial" and insists is None:
             path = "serial"
-        self.path, self.fallback_reason = path, reason
         if path == "torch":
             self._memory.call_the_roll(self.group)
+        self.path, self.fallback_reason = path, reason
         local_kernel = kernel_reason(problem, self.device) is None
         self._route = Route(path, self._generation, local_kernel, self.rank, self.world, self.group)
 
@@ -260,7 +260,7 @@ class UlyssesAttention(GroupModule):
         self._closed = True
         self._memory.close()
         self._words.clear()
-        self.path = self._route = None
+        self.path = self.fallback_reason = self._route = None
 
     def check(self, *, synchronize: bool = False) -> None:
         """Raise what an earlier call found; see `SymmetricWorkspace.check`."""

@@ -222,23 +222,23 @@ class MegaMoE(GroupModule):
         facts |= {} if plan is None else dataclasses.asdict(plan)
         facts |= {"clamp": self.clamp, "routed_scaling_factor": self.routed_scaling_factor}
         facts["memory"] = whose_memory(workspace, share)
-        self.fallback_reason, insists = agree(
+        reason, insists = agree(
             self.group, self.problem.world, self._reason, facts, self._refusal, self._insists
         )
-        if self.fallback_reason is None and workspace is None and share is None:
+        if reason is None and workspace is None and share is None:
             try:
                 workspace = SymmetricWorkspace(
                     self.group, region_bytes([self.bytes()]), device=self.device
                 )
                 self._owned.callback(workspace.close)
             except WorkspaceError as error:
-                self.fallback_reason = str(error)  # the same on every rank
-        if self.fallback_reason is not None:
+                reason = str(error)  # the same on every rank
+        if reason is not None:
             if insists is not None:
-                raise PlanError(f"xstage.MegaMoE: {insists}, but {self.fallback_reason}")
-            self.impl = "fallback"
+                raise PlanError(f"xstage.MegaMoE: {insists}, but {reason}")
             self._roll_call = RollCall(self.group, self.name)
             self._owned.callback(self._roll_call.close)
+            self.impl, self.fallback_reason = "fallback", reason
             return
         try:
             self._reserve(workspace, share)

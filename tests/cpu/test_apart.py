@@ -9,11 +9,15 @@ import threading
 import time
 
 import pytest
+from torch._C import _DistNetworkError as DistNetworkError
 from torch.distributed import HashStore
 
 from tests.ranks import Outcome, launch, left_behind
+from tests.ranks.apart import NATIVE
+from xstage_ext import SymmetricWorkspace
+from xstage_ext._attention_memory import AttentionMemory
 from xstage_ext._exchange import Exchange
-from xstage_ext.errors import PeerError, PeerTimeout
+from xstage_ext.errors import PeerError, PeerTimeout, WorkspaceError
 
 WORLDS = [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)]
 
@@ -104,6 +108,73 @@ def test_an_interrupted_rank_says_that_it_left(monkeypatch: pytest.MonkeyPatch) 
         late.all_gather(None, "a")
 
 
+def test_an_interrupt_stays_one_where_the_store_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange = Exchange(HashStore(), 0, 2, 10_000)
+
+    def lost(_: str) -> str:
+        raise DistNetworkError("the store is gone")
+
+    monkeypatch.setattr(exchange, "_decide", lost)
+    monkeypatch.setattr("time.sleep", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        exchange.all_gather(None, "a")
+    assert not exchange.met
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_that_come_for_different_things_all_raise(world: int) -> None:
+    store = HashStore()
+
+    def body(rank: int) -> None:
+        exchange = Exchange(store, rank, world, 10_000)
+        mine, other = ("a", "b") if rank == 1 else ("b", "a")
+        with pytest.raises(
+            PeerError, match=f"rank {rank} of {world} came to {mine}, .* to {other}"
+        ):
+            exchange.barrier(mine)
+        assert not exchange.met
+        assert exchange.all_gather(rank, "c") == list(range(world))
+        assert exchange.met
+
+    everywhere(world, body)
+
+
+def test_a_rank_that_leaves_between_two_rounds_voids_the_second() -> None:
+    store = HashStore()
+
+    def body(rank: int) -> None:
+        exchange = Exchange(store, rank, 2, 10_000)
+        if rank == 0:
+            with pytest.raises(MemoryError), exchange.before("second half"):
+                exchange.barrier("first half")
+                raise MemoryError("no room")
+        else:
+            with exchange.before("second half"):
+                exchange.barrier("first half")
+            with pytest.raises(PeerError, match="gave up on second half: MemoryError: no room"):
+                exchange.barrier("second half")
+        with pytest.raises((PeerError, PeerTimeout)), exchange.before("second half"):
+            exchange.seconds = 0.05
+            if rank == 0:
+                time.sleep(0.2)
+            exchange.barrier("first half")  # void: the ranks stay in step without the second
+        exchange.seconds = 10
+        assert exchange.all_gather(rank, "next") == [0, 1]
+
+    everywhere(2, body)
+
+
+def test_a_dead_peer_costs_one_key_a_round() -> None:
+    """The word that the peer would find."""
+    store = HashStore()
+    alive = Exchange(store, 0, 2, 1)
+    keys = store.num_keys()
+    for number in range(1, 6):
+        with pytest.raises(PeerTimeout):
+            alive.all_gather("value", "a")
+        assert store.num_keys() == keys + number
+
+
 # --- late ranks -----------------------------------------------------------------------------------
 
 
@@ -139,6 +210,56 @@ def test_reset_on_every_rank_recovers(world: int, late: int) -> None:
     assert_together(launch("apart.resets", world, late=late))
 
 
+@pytest.mark.parametrize("where", ["between", "first half", "second half"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_reset_that_a_rank_leaves_fails_for_all_or_for_it_alone(world: int, where: str) -> None:
+    outcomes = launch("apart.left_reset", world, where=where)
+    assert_together(outcomes)
+    own, *others = [outcome.facts["error"] for outcome in outcomes]
+    assert own == "KeyboardInterrupt: "
+    for error in others:
+        if where == "second half":  # by then every block is zero
+            assert error == ""
+        else:
+            assert error.startswith("PeerError: "), error
+            assert "gave up on workspace reset, second half: KeyboardInterrupt" in error
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_reset_does_not_meet_another_collective_call(world: int) -> None:
+    outcomes = launch("apart.other_rounds", world)
+    assert_together(outcomes)
+    for outcome in outcomes:
+        assert outcome.facts["error"].startswith("PeerError: "), str(outcome)
+        assert "every rank makes the same calls in the same order" in outcome.facts["error"]
+
+
+@pytest.mark.parametrize("kind", ["late", "fails"])
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_channel_that_fails_keeps_no_room(late: int, kind: str) -> None:
+    outcomes = launch("apart.void_channel", 2, late=late, kind=kind)
+    assert_together(outcomes)
+    for outcome in outcomes:
+        assert outcome.facts["error"], str(outcome)
+        assert outcome.facts["name"] == "layer.0", str(outcome)
+
+
+def test_a_channel_is_had_by_all_or_none() -> None:
+    outcomes = launch("apart.interrupted_channel", 2)
+    assert_together(outcomes)
+    assert [outcome.facts["error"] for outcome in outcomes] == ["KeyboardInterrupt: ", ""]
+    assert outcomes[0].facts["offset"] == outcomes[1].facts["offset"]
+
+
+@pytest.mark.parametrize("kind", ["fallback", "channel"])
+def test_an_interrupted_call_is_refused(kind: str) -> None:
+    outcomes = launch("apart.interrupted_call", 2, kind=kind)
+    assert_together(outcomes)
+    own, other = [outcome.facts["error"] for outcome in outcomes]
+    assert own == "KeyboardInterrupt: "
+    assert other.startswith("PeerError: ") and "KeyboardInterrupt" in other
+
+
 @pytest.mark.parametrize(
     ("kind", "world", "late"), [("moe", 2, 0), ("moe", 3, 2), ("attention", 2, 1)]
 )
@@ -149,7 +270,6 @@ def test_late_to_calls_of_a_fallback(kind: str, world: int, late: int) -> None:
 
 # --- ranks that want different things -------------------------------------------------------------
 
-NATIVE = {"moe": "native", "attention": "fa3"}
 FORCED = {"moe": "fallback", "attention": "torch"}
 
 
@@ -208,6 +328,24 @@ def test_a_rank_that_insists_refuses_for_all_where_memory_lacks(kind: str) -> No
         assert outcome.facts["own"].startswith("PlanError: "), str(outcome)
         assert "enlarge it" in outcome.facts["own"]
         assert outcome.facts["plain"] in ("fallback", "torch"), str(outcome)
+
+
+def test_what_is_reserved_is_given_back_where_the_rest_lacks() -> None:
+    with SymmetricWorkspace(nbytes=1024, device="cpu") as workspace:
+        memory = AttentionMemory("a")
+        with pytest.raises(WorkspaceError, match="'a inputs': needs 1024 bytes"):
+            memory.reserve((1024, 1024), workspace, None, workspace.device)
+        assert memory.outputs is None
+        workspace.channel("all of it", 1024)
+
+
+@pytest.mark.parametrize("kind", ["moe", "attention"])
+def test_nothing_is_reserved_where_a_rank_refuses_the_path(kind: str) -> None:
+    outcomes = launch("apart.refused_kernels", 2, kind=kind)
+    assert_together(outcomes)
+    for outcome in outcomes:
+        assert outcome.facts["error"].startswith("PlanError: "), str(outcome)
+        assert not outcome.facts["opened"] and not outcome.facts["kept"], str(outcome)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+import unittest.mock as mock
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +23,8 @@ from xstage_ext.errors import PeerError, PeerTimeout, XStageError
 
 from . import attention, moe
 from .scenarios import Place, exchange, report, reported
+
+NATIVE = {"moe": "native", "attention": "fa3"}
 
 
 @contextlib.contextmanager
@@ -114,6 +117,122 @@ def resets(place: Place, late: int) -> None:
     workspace.close()
 
 
+def left_reset(place: Place, where: str) -> None:
+    """Rank 0 is interrupted in a reset: on the way to its second half, or when a half was met."""
+    workspace = place.workspace(timeout_ms=20_000)
+    lease = workspace.channel("layer.0", 1 << 16)
+    exchange(lease, 0)
+    verdicts: list[str] = []
+    decide = workspace._exchange._decide
+
+    def interrupted(proposal: str) -> str:
+        verdicts.append(decide(proposal))
+        if len(verdicts) == ["first half", "second half"].index(where) + 1:
+            raise KeyboardInterrupt
+        return verdicts[-1]
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with contextlib.ExitStack() as stack:
+        if place.rank == 0 and where == "between":
+            stack.enter_context(mock.patch.object(workspace, "_zero_channel", interrupt))
+        elif place.rank == 0:
+            stack.enter_context(mock.patch.object(workspace._exchange, "_decide", interrupted))
+        report(error=error_of(workspace.reset))
+    for call in range(3):
+        exchange(lease, call)
+    workspace.close()
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    """What a call raises, an interrupt too; "" if nothing."""
+    try:
+        call()
+    except (Exception, KeyboardInterrupt) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def other_rounds(place: Place) -> None:
+    """Rank 0 resets while the others compare facts; then all reset."""
+    workspace = place.workspace(timeout_ms=20_000)
+    lease = workspace.channel("layer.0", 1 << 16)
+    report(error=error_of([workspace.reset, lambda: workspace.agree("a")][place.rank > 0]))
+    workspace.reset()
+    exchange(lease, 0)
+    workspace.close()
+
+
+def void_channel(place: Place, late: int, kind: str) -> None:
+    """A channel fails at its last step, for a rank that is late or that fails; then it is had."""
+    workspace = place.workspace(1 << 16, timeout_ms=20_000)  # room for one
+    hosts, zero = workspace._exchange, workspace._zero_channel
+
+    def fails(*which: Any, **options: Any) -> None:
+        if place.rank == late and kind == "fails":
+            raise MemoryError("on purpose")
+        if place.rank == late:
+            place.store.wait([f"void/{r}" for r in range(place.world) if r != late])
+        zero(*which, **options)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(workspace, "_zero_channel", fails))
+        if kind == "late":
+            stack.enter_context(hasty(hosts, late))
+        report(error=error_of(lambda: workspace.channel("layer.0", 1 << 16)))
+        place.store.set(f"void/{place.rank}", "")
+    lease = workspace.channel("layer.0", 1 << 16)
+    report(name=lease.name)
+    exchange(lease, 0)
+    workspace.close()
+
+
+def interrupted_channel(place: Place) -> None:
+    """Rank 0 is interrupted when all have a channel: the next ones lie alike on all ranks."""
+    workspace = place.workspace(timeout_ms=20_000)
+    hosts = workspace._exchange
+    delete, rounds = hosts._delete_old_rounds, []
+
+    def interrupted() -> None:
+        rounds.append(delete())
+        if place.rank == 0 and len(rounds) == 2:
+            raise KeyboardInterrupt
+
+    with mock.patch.object(hosts, "_delete_old_rounds", interrupted):
+        report(error=error_of(lambda: workspace.channel("lost", 1 << 12)))
+    lease = workspace.channel("layer.0", 1 << 12)
+    report(offset=lease.offset)
+    exchange(lease, 0)
+    workspace.close()
+
+
+def interrupted_call(place: Place, kind: str) -> None:
+    """Rank 0 is interrupted before its part in a call is on its way; the next calls are right."""
+    if kind == "fallback":
+        place.join("gloo")
+        module, call = _prepared(place, "moe", impl="fallback")
+        guard, closes = module._roll_call.guard, [module.close, dist.destroy_process_group]
+    else:
+        workspace = place.workspace(timeout_ms=20_000)
+        lease = workspace.channel("layer.0", 1 << 16)
+        guard, closes = lease.guard, [workspace.close]
+
+        def call(number: int) -> None:
+            exchange(lease, number)
+
+    def left() -> None:
+        with guard():
+            raise KeyboardInterrupt
+
+    call(0)
+    report(error=error_of(left if place.rank == 0 else lambda: call(1)))
+    for number in range(2, 5):
+        call(number)
+    for close in closes:
+        close()
+
+
 def fallback(place: Place, late: int, kind: str) -> None:
     """A rank misses two calls of a fallback; nobody enters a collective alone."""
     place.join("gloo")
@@ -181,6 +300,21 @@ def _path_or_error(place: Place, kind: str, **options: Any) -> str:
     path: str = module.impl if kind == "moe" else module.path
     module.close()
     return path
+
+
+def refused_kernels(place: Place, kind: str) -> None:
+    """Rank 0 insists on kernels that rank 1 lacks: nothing is reserved or kept, on any rank."""
+    place.join("gloo")
+    if place.rank == 1:
+        _lack(kind, "kernels")
+    module = _made(place, kind, impl=[NATIVE[kind], "auto"][place.rank])
+    before = module.fallback_reason
+    with mock.patch.object(SymmetricWorkspace, "_open") as opened:
+        error = error_of(lambda: module.prepare(*([] if kind == "moe" else [65])))
+    report(error=error, opened=opened.called, kept=module.fallback_reason != before)
+    if isinstance(module, UlyssesAttention):
+        assert module._memory.workspace is None
+    dist.destroy_process_group()
 
 
 def serial_by_plan(place: Place, impls: list[str]) -> None:
