@@ -152,6 +152,17 @@ class Config:
         )
 
     @property
+    def real_problem(self) -> MoEProblem:
+        """The layer that it stands for, on all its ranks with even routing."""
+        return dataclasses.replace(
+            self.problem,
+            world=self.ranks,
+            num_experts=self.experts,
+            remote_share=None,
+            token_sets=1,
+        )
+
+    @property
     def token_sets(self) -> int:
         """Of the proxy: each of its other ranks stands for so many of the real layer's."""
         return proxy_sets(self.ranks, self.world, self.local_experts)
@@ -339,9 +350,7 @@ def real_link_us(config: Config, profile: machine.MachineProfile) -> float:
 
     There a token travels once to each rank that holds at least one of its experts.
     """
-    layer = dataclasses.replace(config.problem, remote_share=None, token_sets=1)
-    layer = dataclasses.replace(layer, world=config.ranks, num_experts=config.experts)
-    return _link_us(layer.egress_bytes("push"), profile)
+    return _link_us(config.real_problem.egress_bytes("push"), profile)
 
 
 def _link_us(egress_bytes: float, profile: machine.MachineProfile) -> float:

@@ -53,6 +53,12 @@ def lies_on(tensor: torch.Tensor, device: torch.device) -> bool:
     return here.type == device.type and None in (here.index, device.index)
 
 
+def check_place(tensor: torch.Tensor, device: torch.device, who: str, name: str) -> None:
+    """TypeError unless a tensor lies on a device."""
+    if not lies_on(tensor, device):
+        raise TypeError(f"{who}: {name}: expected a tensor on {device}, got one on {tensor.device}")
+
+
 def check_group(group: object, what: str) -> None:
     """A group that exists, with this process in it; None means that there is none to check."""
     if group is None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from . import _env
-from ._arguments import brief, integer, is_number, lies_on
+from ._arguments import brief, check_place, integer, is_number, lies_on
 from ._attention_paths import Operands
 from ._groups import first_said
 from .errors import PeerError, WorkspaceError, XStageError
@@ -307,12 +307,10 @@ def check_places(device: torch.device, **others: torch.Tensor | None) -> None:
     for name, tensor in others.items():
         if tensor is None:
             continue
-        if not isinstance(tensor, torch.Tensor) or not lies_on(tensor, device):
-            is_tensor = isinstance(tensor, torch.Tensor)
-            got = f"one on {tensor.device}" if is_tensor else brief(tensor)
-            raise TypeError(
-                f"xstage.UlyssesAttention: {name}: expected a tensor on {device}, got {got}"
-            )
+        if not isinstance(tensor, torch.Tensor):
+            text = f"expected a tensor on {device}, got {brief(tensor)}"
+            raise TypeError(f"xstage.UlyssesAttention: {name}: {text}")
+        check_place(tensor, device, "xstage.UlyssesAttention", name)
 
 
 def check_dims(operands: Operands, head_dim: int | str, prefix: str = "") -> None:

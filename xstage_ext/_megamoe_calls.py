@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ._arguments import brief, lies_on
+from ._arguments import brief, check_place
 from .planner.problem import MoEProblem
 
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -43,9 +43,7 @@ def check_tensors(tensors: Mapping[str, object], device: torch.device) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"xstage.megamoe: {name}: expected a tensor, got {brief(tensor)}")
-        if not lies_on(tensor, device):
-            text = f"expected a tensor on {device}, got one on {tensor.device}"
-            raise TypeError(f"xstage.megamoe: {name}: {text}")
+        check_place(tensor, device, "xstage.megamoe", name)
 
 
 def check_types(x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ._arguments import lies_on
+from ._arguments import check_place
 from .channel import ChannelLease
 from .planner.attention import MAX_RANKS, AttentionPlan
 from .planner.wire import KINDS
@@ -78,9 +78,7 @@ def ulysses_a2a_virtual(
 def _check_places(tensors: Sequence[torch.Tensor], lease: ChannelLease) -> None:
     device = lease.workspace.device
     for index, tensor in enumerate(tensors):
-        if not lies_on(tensor, device):
-            text = f"expected a tensor on {device}, got one on {tensor.device}"
-            raise TypeError(f"xstage.ulysses_a2a: tensors[{index}]: {text}")
+        check_place(tensor, device, "xstage.ulysses_a2a", f"tensors[{index}]")
 
 
 # What the fakes read out of wire messages. Positions follow the X-lists, checked at import.

@@ -32,16 +32,6 @@ def test_the_shipped_order_at_home_is_that_of_the_recorded_times(benchmarks):
 
 def test_layers_that_the_sweep_stands_for_count_as_measured(benchmarks):
     sweep = benchmarks("_sweep")
-    real = {
-        sweep.MoEProblem(
-            world=config.ranks,
-            num_experts=config.experts,
-            topk=config.topk,
-            hidden=config.hidden,
-            intermediate=config.intermediate,
-            max_tokens=config.tokens,
-        )
-        for config in sweep.load_configs()
-    }
+    real = {config.real_problem for config in sweep.load_configs()}
     assert len(real) == 21
     assert all(sweep.choose.choose(problem, PROFILE).covered for problem in real)

@@ -19,6 +19,7 @@ import xstage_ext.attention as attention_module
 import xstage_ext.megamoe as megamoe_module
 from xstage_ext import MegaMoE, SymmetricWorkspace, UlyssesAttention, _attention_setup
 from xstage_ext._exchange import Exchange
+from xstage_ext.channel import ChannelLease
 from xstage_ext.errors import PeerError, PeerTimeout, XStageError
 
 from . import attention, moe
@@ -57,92 +58,85 @@ def missed(place: Place, late: int, times: int, call: Callable[[], Any], what: s
     return errors
 
 
-def calls_and_resets(place: Place, late: int) -> None:
-    """A rank misses a call and two resets that the others' next calls make."""
-    workspace = place.workspace(timeout_ms=1000)
+@contextlib.contextmanager
+def layer(
+    place: Place, timeout_ms: int = 20_000
+) -> Iterator[tuple[SymmetricWorkspace, ChannelLease]]:
+    """A workspace with a channel that has made a call; behind what happens inside, ranks meet."""
+    workspace = place.workspace(timeout_ms=timeout_ms)
     lease = workspace.channel("layer.0", 1 << 16)
     exchange(lease, 0)
-    with hasty(workspace._exchange, late):
-        report(errors=missed(place, late, 3, lambda: exchange(lease, 1), "calls"))
+    yield workspace, lease
     for call in range(3):
         exchange(lease, call)  # looks at every rank's data, so call by call they meet
     workspace.close()
 
 
+def calls_and_resets(place: Place, late: int) -> None:
+    """A rank misses a call and two resets that the others' next calls make."""
+    with layer(place, timeout_ms=1000) as (workspace, lease), hasty(workspace._exchange, late):
+        report(errors=missed(place, late, 3, lambda: exchange(lease, 1), "calls"))
+
+
 def second_half(place: Place, late: int) -> None:
     """All come to a reset, and one of them is slow between its halves."""
-    workspace = place.workspace(timeout_ms=20_000)
-    lease = workspace.channel("layer.0", 1 << 16)
-    exchange(lease, 0)
-    with contextlib.suppress(ValueError, PeerError), lease.guard():
-        if place.rank == 0:
-            raise ValueError("on purpose")
-        exchange(lease, 1)
-    zero = workspace._zero_channel
-    errors = []
-    with contextlib.ExitStack() as stack:
+    with layer(place) as (workspace, lease):
+        with contextlib.suppress(ValueError, PeerError), lease.guard():
+            if place.rank == 0:
+                raise ValueError("on purpose")
+            exchange(lease, 1)
+        zero = workspace._zero_channel
+        errors = []
+        with contextlib.ExitStack() as stack:
 
-        def slow(*which: Any, **options: Any) -> None:
-            stack.enter_context(hasty(workspace._exchange, late))
-            if place.rank == late:
-                place.store.wait([f"half/{r}" for r in range(place.world) if r != late])
-            zero(*which, **options)
+            def slow(*which: Any, **options: Any) -> None:
+                stack.enter_context(hasty(workspace._exchange, late))
+                if place.rank == late:
+                    place.store.wait([f"half/{r}" for r in range(place.world) if r != late])
+                zero(*which, **options)
 
-        workspace._zero_channel = slow  # type: ignore[method-assign]
-        try:
-            exchange(lease, 2)
-        except (PeerError, PeerTimeout) as error:
-            errors.append(f"{type(error).__name__}: {error}")
-        place.store.set(f"half/{place.rank}", "")
-        workspace._zero_channel = zero  # type: ignore[method-assign]
-    report(errors=errors)
-    for call in range(3):
-        exchange(lease, call)
-    workspace.close()
+            workspace._zero_channel = slow  # type: ignore[method-assign]
+            try:
+                exchange(lease, 2)
+            except (PeerError, PeerTimeout) as error:
+                errors.append(f"{type(error).__name__}: {error}")
+            place.store.set(f"half/{place.rank}", "")
+            workspace._zero_channel = zero  # type: ignore[method-assign]
+        report(errors=errors)
 
 
 def resets(place: Place, late: int) -> None:
     """The others ask for resets in vain; then each rank asks once, and all have it."""
-    workspace = place.workspace(timeout_ms=20_000)
-    lease = workspace.channel("layer.0", 1 << 16)
-    exchange(lease, 0)
-    with hasty(workspace._exchange, late):
-        if place.rank != late:
-            missed(place, late, 2, workspace.reset, "resets")
-        else:
-            place.store.wait([f"resets/{r}" for r in range(place.world) if r != late])
-    workspace.reset()
-    for call in range(3):
-        exchange(lease, call)
-    workspace.close()
+    with layer(place) as (workspace, _):
+        with hasty(workspace._exchange, late):
+            if place.rank != late:
+                missed(place, late, 2, workspace.reset, "resets")
+            else:
+                place.store.wait([f"resets/{r}" for r in range(place.world) if r != late])
+        workspace.reset()
 
 
 def left_reset(place: Place, where: str) -> None:
     """Rank 0 is interrupted in a reset: on the way to its second half, or when a half was met."""
-    workspace = place.workspace(timeout_ms=20_000)
-    lease = workspace.channel("layer.0", 1 << 16)
-    exchange(lease, 0)
-    verdicts: list[str] = []
-    decide = workspace._exchange._decide
+    with layer(place) as (workspace, _):
+        verdicts: list[str] = []
+        decide = workspace._exchange._decide
 
-    def interrupted(proposal: str) -> str:
-        verdicts.append(decide(proposal))
-        if len(verdicts) == ["first half", "second half"].index(where) + 1:
+        def interrupted(proposal: str) -> str:
+            verdicts.append(decide(proposal))
+            if len(verdicts) == ["first half", "second half"].index(where) + 1:
+                raise KeyboardInterrupt
+            return verdicts[-1]
+
+        def interrupt(*_: Any, **__: Any) -> None:
             raise KeyboardInterrupt
-        return verdicts[-1]
 
-    def interrupt(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    with contextlib.ExitStack() as stack:
-        if place.rank == 0 and where == "between":
-            stack.enter_context(mock.patch.object(workspace, "_zero_channel", interrupt))
-        elif place.rank == 0:
-            stack.enter_context(mock.patch.object(workspace._exchange, "_decide", interrupted))
-        report(error=error_of(workspace.reset))
-    for call in range(3):
-        exchange(lease, call)
-    workspace.close()
+        with contextlib.ExitStack() as stack:
+            if place.rank == 0 and where == "between":
+                stack.enter_context(mock.patch.object(workspace, "_zero_channel", interrupt))
+            elif place.rank == 0:
+                stack.enter_context(mock.patch.object(workspace._exchange, "_decide", interrupted))
+            report(error=error_of(workspace.reset))
 
 
 def error_of(call: Callable[[], Any]) -> str:
