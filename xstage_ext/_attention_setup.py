@@ -302,7 +302,7 @@ def check_scale(scale: float | None) -> None:
         )
 
 
-def check_places(device: torch.device, **others: torch.Tensor | None) -> None:
+def check_places(device: torch.device, **others: object) -> None:
     """Tensors beside q, k and v: on the module's device, if they are given."""
     for name, tensor in others.items():
         if tensor is None:
