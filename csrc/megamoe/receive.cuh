@@ -128,7 +128,7 @@ __device__ __forceinline__ void receive_rows(MegaMoeParams const& params, CallSt
   MegaMoePlan const& plan = params.plan;
   int const lane = threadIdx.x % 32;
   RowCursor cursor(params, call, shared);
-  MegaMoeView const own = params.view(params.workspace.rank);
+  MegaMoeView const own = cursor.own;
   auto const counter = [&](MegaMoeCounter which) {
     return own.counter(params.layout, call.bank, which);
   };
